@@ -1,0 +1,29 @@
+"""ringspun: exact attention over sequences that no single device can hold.
+
+Masks and layouts live here and need neither torch nor jax. The ring itself is in `ringspun.torch`.
+"""
+
+from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
+from ringspun.core.mask import Anchors, Band, Causal, Chunks, Documents, Full, Mask, Prefix, Window
+from ringspun.core.text import parse_layout, parse_mask
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Anchors",
+    "Band",
+    "Causal",
+    "Chunks",
+    "Contiguous",
+    "Documents",
+    "Full",
+    "Layout",
+    "Mask",
+    "Prefix",
+    "Striped",
+    "Window",
+    "Zigzag",
+    "__version__",
+    "parse_layout",
+    "parse_mask",
+]

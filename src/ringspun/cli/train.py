@@ -1,0 +1,71 @@
+"""`ringspun train`: a model trained on text, each sequence shared by several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file that describes the run; see examples/.")],
+    data: Annotated[Path, typer.Option("--data", help="Text file, or folder of text files.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that share each sequence; replaces the config's.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints and logs; replaces the config's.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--fresh",
+            help="Go on from the last checkpoint, if any; or move the old output aside and begin anew.",
+        ),
+    ] = True,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove", help="At the end, compare the ring with one process: loss, gradients, memory."
+        ),
+    ] = False,
+) -> None:
+    """Train a small language model on your own text, each long sequence cut over several ranks.
+
+    Starts the ranks on this machine, or joins the job when started by torchrun. Run again after an
+    interruption, it goes on from the last checkpoint.
+    """
+    from ringspun.errors import MissingExtra, RingspunError
+
+    try:
+        _train(config, data, ranks=ranks, output=output, fresh=not resume, prove=prove)
+    except ModuleNotFoundError as problem:
+        missing = MissingExtra(f"train must find {problem.name}; install it: pip install 'ringspun[train]'.")
+        raise _fail(missing) from problem
+    except RingspunError as problem:
+        raise _fail(problem) from problem
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on from the last checkpoint", err=True)
+        raise typer.Exit(130) from None
+
+
+def _train(
+    config: Path, data: Path, *, ranks: int | None, output: Path | None, fresh: bool, prove: bool
+) -> None:
+    from ringspun.train.config import load_config
+    from ringspun.train.data import check_text, find_text
+
+    settings = load_config(config, ranks=ranks, output=output)
+    corpus = find_text(data, suffixes=settings.data.suffixes, skip_folders=settings.data.skip_folders)
+    check_text(corpus)
+    from ringspun.train.launch import Job, launch  # heavy: only once config and data are right
+
+    typer.echo(f"{len(corpus.names):,} documents, {corpus.tokens:,} tokens from {data}")
+    launch(Job(settings, corpus, fresh=fresh, prove=prove))
+    typer.echo(f"done: checkpoints, log and loss curve are in {settings.output}")
+
+
+def _fail(problem: Exception) -> typer.Exit:
+    typer.echo(f"error: {problem}", err=True)
+    return typer.Exit(1)

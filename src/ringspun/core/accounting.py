@@ -1,0 +1,103 @@
+"""Accounting: exact counts from a schedule. What the wire, the profiler and the clock are held against.
+
+One convention for FLOPs: a multiply-add is two; forward is two matrix products (scores, values), backward five.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspun.core.route.base import OWN, Action, MessageColumn, StepColumn
+from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.wire import Format, Payload
+
+
+@dataclass(frozen=True)
+class Account:
+    """Counts of one rank, one pass.
+
+    Args:
+        pairs: allowed (query, key) pairs per step, one batch row and head. flops: of the whole pass.
+        messages: number sent. sent_bytes: bytes sent per peer, header included. hops: steps that send a block.
+    """
+
+    pairs: NDArray[np.int64]
+    flops: int
+    messages: int
+    sent_bytes: dict[int, int]
+    hops: int
+
+    @property
+    def total_sent_bytes(self) -> int:
+        """Bytes sent to all peers."""
+        return sum(self.sent_bytes.values())
+
+
+def account(one: Pass, wire: Format, *, backward: bool) -> Account:
+    """Exact counts of one pass under a wire format."""
+    sends = one.messages[one.messages[:, MessageColumn.ACTION] == Action.SEND]
+    sent: dict[int, int] = {}
+    for row in sends:
+        rows = int(row[MessageColumn.ROW1] - row[MessageColumn.ROW0])
+        peer = int(row[MessageColumn.PEER])
+        sent[peer] = sent.get(peer, 0) + wire.message_bytes(Payload(row[MessageColumn.PAYLOAD]), rows)
+    blocks = sends[sends[:, MessageColumn.PAYLOAD] == Payload.KV]
+    pairs = one.pairs
+    d, dv = wire.head_size, wire.value_size
+    per_pair = 2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)
+    flops = int(pairs.sum()) * per_pair * wire.batch * wire.heads
+    return Account(pairs, flops, len(sends), sent, len(np.unique(blocks[:, MessageColumn.STEP])))
+
+
+def imbalance(schedules: Sequence[Schedule]) -> NDArray[np.float64]:
+    """Largest over mean number of pairs among the ranks, per step; 1 where nobody computes. What a clock would feel."""
+    pairs = np.stack([s.forward.pairs for s in schedules]).astype(np.float64)
+    mean = pairs.mean(axis=0)
+    return np.where(mean > 0, pairs.max(axis=0) / np.where(mean > 0, mean, 1), 1.0)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank that are alive at the peak of forward + backward, itemised (kernel workspace excepted).
+
+    Args:
+        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: key/value blocks in flight.
+        gradient_slots: travelling dK, dV. accumulators: fp32 out (forward) or dq, dk, dv (backward), the larger.
+    """
+
+    tensors: int
+    lse: int
+    block_slots: int
+    gradient_slots: int
+    accumulators: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the items."""
+        return self.tensors + self.lse + self.block_slots + self.gradient_slots + self.accumulators
+
+
+def memory(schedule: Schedule, wire: Format) -> Memory:
+    """Peak live bytes of one rank by the schedule's own slots."""
+    rows = schedule.local_tokens
+    q = wire.batch * wire.heads * rows
+    kv = wire.batch * wire.kv_heads * rows
+    widths = wire.head_size + wire.value_size
+    tensors = wire.itemsize * 2 * (q * widths + kv * widths)
+    accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
+    slots = {Payload.KV: 0, Payload.DKV: 0}
+    largest = int(schedule.tokens.max())
+    for payload in slots:
+        used = schedule.backward.messages[schedule.backward.messages[:, MessageColumn.PAYLOAD] == payload]
+        names = np.unique(np.where(used[:, MessageColumn.SLOT] == OWN, 0, used[:, MessageColumn.SLOT]))
+        slots[payload] = len(names) * wire.message_bytes(payload, largest)
+    return Memory(tensors, 2 * 4 * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
+
+
+def sources(one: Pass) -> list[int]:
+    """Owner of the block at each step."""
+    return [int(s) for s in one.steps[:, StepColumn.SOURCE]]

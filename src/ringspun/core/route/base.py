@@ -1,0 +1,135 @@
+"""What a route is, and the columns in which it writes down what a rank does.
+
+A **pass** (forward or backward) is a number of steps. Each step is one row of `StepColumn`: whose block is computed, in
+which slots it lies. Each **message** is one row of `MessageColumn`. How a step runs:
+
+    wait for the messages that the previous step posted before its tiles; post this step's BEFORE messages
+    compute this step's tiles
+    wait for the messages that the previous step posted after its tiles; add them in; post this step's AFTER messages
+
+The backward pass waits for incoming gradients only when its first tile is done, so their journey is hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+NONE = -1
+OWN = -1
+
+
+class StepColumn(IntEnum):
+    """Columns of a step: owner of the key block; slot it lies in (`OWN`: the rank's own tensors); slot in which its
+    gradients gather (`OWN`: the rank's own accumulators); whether that slot starts from zero here; and the slot of
+    gradients that have come home and are added to the rank's own (`NONE`: none)."""
+
+    SOURCE = 0
+    SLOT = 1
+    GRAD_SLOT = 2
+    GRAD_FRESH = 3
+    HOME_SLOT = 4
+
+
+class MessageColumn(IntEnum):
+    """Columns of a message: step that posts it; `Moment`; `Action`; `Payload`; the other rank; owner of the rows; row
+    range; head range (-1: all); buffer slot (`OWN`: packed from the rank's own tensors into slot 0)."""
+
+    STEP = 0
+    MOMENT = 1
+    ACTION = 2
+    PAYLOAD = 3
+    PEER = 4
+    SOURCE = 5
+    ROW0 = 6
+    ROW1 = 7
+    HEAD0 = 8
+    HEAD1 = 9
+    SLOT = 10
+
+
+class Moment(IntEnum):
+    """When a step posts a message."""
+
+    BEFORE = 0
+    AFTER = 1
+
+
+class Action(IntEnum):
+    """Whether a message is sent or received."""
+
+    SEND = 0
+    RECEIVE = 1
+
+
+@dataclass(frozen=True)
+class Legs:
+    """One pass of one rank as a route lays it out: ``steps [n, 5]``, ``messages [m, 11]`` sorted by step and moment."""
+
+    steps: Rows
+    messages: Rows
+
+
+class BoundRoute(ABC):
+    """A route that knows which rank needs whose keys; gives every rank its passes."""
+
+    @abstractmethod
+    def forward(self, ring_rank: int) -> Legs:
+        """The forward pass of one rank."""
+
+    @abstractmethod
+    def backward(self, ring_rank: int) -> Legs:
+        """The backward pass of one rank."""
+
+
+@dataclass(frozen=True)
+class Route(ABC):
+    """Which messages move whose rows. A new route is one subclass."""
+
+    @abstractmethod
+    def bind(self, needs: Rows, tokens: Rows) -> BoundRoute:
+        """The route for given needs.
+
+        Args:
+            needs: ``[n, 2]`` of (i, j): rank i computes pairs with rank j's keys. tokens: key rows per rank ``[R]``.
+        """
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+def messages(
+    steps: Rows,
+    moment: Moment,
+    action: Action,
+    payload: int,
+    *,
+    peers: Rows | int,
+    sources: Rows,
+    tokens: Rows,
+    slots: Rows | int,
+) -> Rows:
+    """Message rows for whole blocks, one per entry of `steps`."""
+    table = np.zeros((len(steps), len(MessageColumn)), np.int64)
+    table[:, MessageColumn.STEP] = steps
+    table[:, MessageColumn.MOMENT] = moment
+    table[:, MessageColumn.ACTION] = action
+    table[:, MessageColumn.PAYLOAD] = payload
+    table[:, MessageColumn.PEER] = peers
+    table[:, MessageColumn.SOURCE] = sources
+    table[:, MessageColumn.ROW1] = tokens[sources]
+    table[:, MessageColumn.HEAD1] = -1
+    table[:, MessageColumn.SLOT] = slots
+    return table
+
+
+def legs(steps: Rows, tables: list[Rows]) -> Legs:
+    """A pass from its steps and its messages in any order."""
+    table = np.concatenate(tables)
+    keys = (MessageColumn.SOURCE, MessageColumn.PAYLOAD, MessageColumn.ACTION, MessageColumn.MOMENT, MessageColumn.STEP)
+    return Legs(steps, table[np.lexsort(tuple(table[:, c] for c in keys))])

@@ -1,0 +1,131 @@
+"""The ring: blocks are relayed from neighbour to neighbour. At step t rank r holds block (r - t) mod R.
+
+    R = 4, forward                 step 0   step 1   step 2   step 3
+                          rank 0     0        3        2        1
+                          rank 1     1        0        3        2        a block moves one rank down per step,
+                          rank 2     2        1        0        3        while the one before it is computed
+                          rank 3     3        2        1        0
+
+A block stops at the last rank that needs it (a *cut* hop). In backward the gradients of a block gather from the first
+rank that computes with it, follow it down the ring one step behind, and go straight home from the last one; the home
+rank keeps its own share and adds what arrives.
+Source: Ring Attention, arXiv 2310.01889, there with R hops and no cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringspun.core.route.base import (
+    NONE,
+    OWN,
+    Action,
+    BoundRoute,
+    Legs,
+    Moment,
+    Route,
+    Rows,
+    StepColumn,
+    legs,
+    messages,
+)
+from ringspun.core.wire import Payload
+
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Ring(Route):
+    """Relay round the ring, hops that nobody needs left out."""
+
+    def bind(self, needs: Rows, tokens: Rows) -> BoundRoute:
+        size = len(tokens)
+        hop = (needs[:, 0] - needs[:, 1]) % size
+        travels = hop > 0
+        first, last = np.full(size, size, np.int64), np.zeros(size, np.int64)
+        np.minimum.at(first, needs[travels, 1], hop[travels])
+        np.maximum.at(last, needs[travels, 1], hop[travels])
+        return BoundRing(tokens, first, last)
+
+
+@dataclass(frozen=True)
+class BoundRing(BoundRoute):
+    """A ring whose blocks go as far as they are needed.
+
+    Args:
+        tokens: rows of each rank's block. first, last: step at which a rank other than its owner first and last
+            computes with each block (R and 0 where none does).
+    """
+
+    tokens: Rows
+    first: Rows
+    last: Rows
+
+    def forward(self, ring_rank: int) -> Legs:
+        return legs(self._steps(ring_rank, self._hops + 1), self._blocks(ring_rank))
+
+    def backward(self, ring_rank: int) -> Legs:
+        # one step more than forward, to wait for the gradients that come home last
+        steps = self._steps(ring_rank, self._hops + 2 if self._hops else 1)
+        t, source = np.arange(len(steps)), steps[:, StepColumn.SOURCE]
+        travels = (self.first[source] <= t) & (t <= self.last[source])
+        steps[:, StepColumn.GRAD_SLOT] = np.where(travels, t % SLOTS, OWN)
+        steps[:, StepColumn.GRAD_FRESH] = travels & (t == self.first[source])
+        tables = [*self._blocks(ring_rank), *self._gradients(ring_rank, t[travels], source[travels])]
+        home = int(self.last[ring_rank])
+        if home:
+            slot = SLOTS if travels[home + 1] else (home + 1) % SLOTS  # a third where the next step's is taken
+            steps[home + 1, StepColumn.HOME_SLOT] = slot
+            peer = (ring_rank + home) % len(self.tokens)
+            at, own = np.array([home]), np.array([ring_rank])
+            tables.append(self._rows(at, Moment.AFTER, Action.RECEIVE, Payload.DKV, peer, own, slot))
+        return legs(steps, tables)
+
+    @property
+    def _hops(self) -> int:
+        return int(self.last.max())
+
+    def _steps(self, ring_rank: int, count: int) -> Rows:
+        t = np.arange(count)
+        steps = np.empty((count, len(StepColumn)), np.int64)
+        steps[:, StepColumn.SOURCE] = (ring_rank - t) % len(self.tokens)
+        steps[:, StepColumn.SLOT] = np.where(t == 0, OWN, t % SLOTS)
+        steps[:, StepColumn.GRAD_SLOT] = OWN
+        steps[:, StepColumn.GRAD_FRESH] = 0
+        steps[:, StepColumn.HOME_SLOT] = NONE
+        return steps
+
+    def _rows(
+        self, t: Rows, moment: Moment, action: Action, payload: int, peer: Rows | int, source: Rows, slot: Rows | int
+    ) -> Rows:
+        return messages(
+            t, moment, action, payload, peers=peer, sources=source, tokens=self.tokens, slots=slot
+        )
+
+    def _blocks(self, ring_rank: int) -> list[Rows]:
+        """Step t sends the block it computes with to the next rank and receives the next step's from the previous."""
+        size, t = len(self.tokens), np.arange(self._hops)
+        tables = []
+        for action, source in ((Action.SEND, (ring_rank - t) % size), (Action.RECEIVE, (ring_rank - t - 1) % size)):
+            goes = t < self.last[source]
+            peer = (ring_rank + (1 if action == Action.SEND else -1)) % size
+            slot = np.where(t == 0, OWN, t % SLOTS) if action == Action.SEND else (t + 1) % SLOTS
+            tables.append(
+                self._rows(t[goes], Moment.BEFORE, action, Payload.KV, peer, source[goes], slot[goes])
+            )
+        return tables
+
+    def _gradients(self, ring_rank: int, t: Rows, source: Rows) -> list[Rows]:
+        """Gradients follow their block to the next rank, or from the last rank that needs it straight home."""
+        size = len(self.tokens)
+        peer = np.where(t < self.last[source], (ring_rank + 1) % size, source)
+        sends = self._rows(t, Moment.AFTER, Action.SEND, Payload.DKV, peer, source, t % SLOTS)
+        arrives = t > self.first[source]  # with the block of step t, sent while step t - 1 was ours
+        at, previous = t[arrives] - 1, (ring_rank - 1) % size
+        slot = t[arrives] % SLOTS
+        return [
+            sends,
+            self._rows(at, Moment.AFTER, Action.RECEIVE, Payload.DKV, previous, source[arrives], slot),
+        ]

@@ -1,0 +1,289 @@
+"""Tiles: the pairs that one rank computes in one step, in local row numbers; and how bands become what kernels can do.
+
+A tile is ``batch rows [b0, b1), query rows [q0, q1), key rows [k0, k1), lo <= i - j <= hi`` where i and j count rows of
+the local query shard and of the received key block. ``b1 = -1`` is every batch row. All tiles of a rank are one int64
+array ``[n, 8]``. Bands stay bands as long as a kernel can use them; `lower` cuts them into exactly three kinds for those
+that cannot.
+"""
+
+from __future__ import annotations
+
+import warnings
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspun.core import regions as rg
+from ringspun.core.layout.base import RANK, START, STEP, STOP
+from ringspun.core.partition import Partition
+from ringspun.errors import PlanError, RingspunWarning
+
+Tiles = NDArray[np.int64]
+B0, B1, Q0, Q1, K0, K1, LO, HI = range(8)
+REGION = slice(Q0, HI + 1)
+"""The columns of a tile that are a region in local rows."""
+MANY_TILES = 1_000_000
+CHUNK = 4_000_000
+
+
+def count_pairs(tiles: Tiles) -> NDArray[np.int64]:
+    """Allowed pairs in each tile, for one batch row and head."""
+    return rg.count(tiles[:, REGION])
+
+
+def build(
+    queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
+) -> tuple[Tiles, NDArray[np.int64]]:
+    """All tiles of one rank against every rank's keys, coalesced: ``(tiles [n, 8], source rank of each [n])``.
+
+    Sorted by source, then rows. Warns when a layout and a mask make more than a million of them.
+
+    Raises:
+        PlanError: query and key runs that meet have different steps.
+    """
+    mine = np.flatnonzero(queries.runs[:, RANK] == ring_rank)
+    clipped, q_run = _clip_to_runs(queries, mine, regions)
+    by_start, first, last = _key_run_range(keys, clipped)
+    total = int((last - first).sum())
+    if total > MANY_TILES:
+        warnings.warn(
+            f"{queries.layout} under this mask makes {total:,} tiles on ring rank {ring_rank}; "
+            "a layout that keeps neighbouring tokens together (zigzag, contiguous) makes far fewer.",
+            RingspunWarning,
+            stacklevel=2,
+        )
+    tiles, sources = [], []
+    for part in _chunks(last - first):
+        of_region, place = _expand(first[part], last[part])
+        k_run = by_start[place]
+        local, kept = _to_local(queries, keys, clipped[part][of_region], q_run[part][of_region], k_run)
+        tiles.append(local)
+        sources.append(keys.runs[k_run[kept], RANK])
+    table, source = np.concatenate(tiles), np.concatenate(sources)
+    return _coalesce(table, source)
+
+
+def meetings(queries: Partition, keys: Partition, regions: rg.Table) -> NDArray[np.int64]:
+    """All ``(i, j)`` such that some query of rank i may see some key of rank j, ``[n, 2]``; pairs may repeat."""
+    clipped, q_run = _clip_to_runs(queries, np.arange(len(queries.runs)), regions)
+    by_start, first, last = _key_run_range(keys, clipped)
+    q_rank, k_rank = queries.runs[:, RANK], keys.runs[:, RANK]
+    if (queries.runs[:, STEP] == 1).all() and (keys.runs[:, STEP] == 1).all():
+        # a tight region holds a pair for each key of its range, so every run that overlaps it is met
+        span = len(by_start) + 1
+        if int((last - first).sum()) < queries.ring_size * span // 4:
+            of_region, place = _expand(first, last)
+            return np.stack([q_rank[q_run[of_region]], k_rank[by_start[place]]], axis=1)
+        edges = np.zeros(queries.ring_size * span, np.int32)
+        np.add.at(edges, q_rank[q_run] * span + first, 1)
+        np.add.at(edges, q_rank[q_run] * span + last, -1)
+        i, place = np.nonzero(np.cumsum(edges.reshape(-1, span), axis=1, dtype=np.int32)[:, :-1])
+        return np.stack([i, k_rank[by_start[place]]], axis=1)
+    met = np.zeros((queries.ring_size, keys.ring_size), np.bool_)
+    for part in _chunks(last - first):
+        of_region, place = _expand(first[part], last[part])
+        k_run = by_start[place]
+        q = q_run[part][of_region]
+        _, kept = _to_local(queries, keys, clipped[part][of_region], q, k_run)
+        met[q_rank[q[kept]], k_rank[k_run[kept]]] = True
+    return np.stack(np.nonzero(met), axis=1)
+
+
+def _chunks(sizes: NDArray[np.int64]) -> list[slice]:
+    """Slices of consecutive entries whose sizes sum to at most about `CHUNK` each, so that memory stays bounded."""
+    ends = np.cumsum(sizes)
+    if len(ends) == 0 or ends[-1] <= CHUNK:
+        return [slice(0, len(sizes))]
+    cuts = np.searchsorted(ends, np.arange(CHUNK, int(ends[-1]), CHUNK)) + 1
+    edges = [0, *np.unique(cuts).tolist(), len(sizes)]
+    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]
+
+
+def _clip_to_runs(
+    queries: Partition, which: NDArray[np.int64], regions: rg.Table
+) -> tuple[rg.Table, NDArray[np.int64]]:
+    """Regions cut to the span of each query run: ``(regions [n, 6], query run of each [n])``."""
+    starts, stops = queries.runs[which, START], queries.runs[which, STOP]
+    ordered = regions[np.argsort(regions[:, rg.Q0], kind="stable")]
+    reach = np.maximum.accumulate(ordered[:, rg.Q1]) if len(ordered) else ordered[:, rg.Q1]
+    first = np.searchsorted(reach, starts, side="right")
+    last = np.searchsorted(ordered[:, rg.Q0], stops, side="left")
+    of_run, region = _expand(first, np.maximum(first, last))
+    clipped = ordered[region]
+    np.maximum(clipped[:, rg.Q0], starts[of_run], out=clipped[:, rg.Q0])
+    np.minimum(clipped[:, rg.Q1], stops[of_run], out=clipped[:, rg.Q1])
+    kept = rg.tighten_rows(clipped)
+    return clipped[kept], which[of_run[kept]]
+
+
+def _key_run_range(
+    keys: Partition, clipped: rg.Table
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Key runs in order of their start, and for each region the range of that order that may meet it."""
+    by_start = np.argsort(keys.runs[:, START], kind="stable")
+    reach = np.maximum.accumulate(keys.runs[by_start, STOP]) if len(by_start) else by_start
+    first = np.searchsorted(reach, clipped[:, rg.K0], side="right")
+    last = np.searchsorted(keys.runs[by_start, START], clipped[:, rg.K1], side="left")
+    return by_start, first, np.maximum(first, last)
+
+
+def _expand(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All (i, x) with first[i] <= x < last[i], as two flat arrays."""
+    sizes = last - first
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return owner, np.repeat(first, sizes) + within
+
+
+def _to_local(
+    queries: Partition,
+    keys: Partition,
+    rows: rg.Table,
+    q_run: NDArray[np.int64],
+    k_run: NDArray[np.int64],
+) -> tuple[Tiles, NDArray[np.int64]]:
+    """Global regions met by (query run, key run) pairs, as tiles in local rows; and which pairs hold one.
+
+    With a common step t a query of row i sits at ``a + t i`` and a key of row j at ``b + t j``, so that
+    ``lo <= q - k <= hi`` is ``ceil((lo - (a - b)) / t) <= i - j <= floor((hi - (a - b)) / t)``.
+    """
+    (_, a, a_stop, t_q), (_, b, b_stop, t_k) = queries.runs[q_run].T, keys.runs[k_run].T
+    step = np.where(queries.run_tokens[q_run] == 1, t_k, t_q)
+    k_step = np.where(keys.run_tokens[k_run] == 1, step, t_k)
+    q0, q1 = np.maximum(rows[:, rg.Q0], a), np.minimum(rows[:, rg.Q1], a_stop)
+    k0, k1 = np.maximum(rows[:, rg.K0], b), np.minimum(rows[:, rg.K1], b_stop)
+    local = np.empty((len(rows), 8), np.int64)
+    local[:, B0], local[:, B1] = 0, -1
+    one_q, one_k = queries.run_tokens[q_run] == 1, keys.run_tokens[k_run] == 1
+    local[:, Q0] = np.where(one_q, np.where(q0 > a, 1, 0), -((a - q0) // step))
+    local[:, Q1] = np.where(one_q, np.where(q1 > a, 1, 0), -((a - q1) // step))
+    local[:, K0] = np.where(one_k, np.where(k0 > b, 1, 0), -((b - k0) // step))
+    local[:, K1] = np.where(one_k, np.where(k1 > b, 1, 0), -((b - k1) // step))
+    local[:, LO] = -((a - b - rows[:, rg.LO]) // step)
+    local[:, HI] = (rows[:, rg.HI] - (a - b)) // step
+    kept = rg.tighten_rows(local[:, REGION])
+    if (k_step != step)[kept].any():
+        bad = int(np.flatnonzero((k_step != step) & kept)[0])
+        raise PlanError(
+            f"query and key runs that meet must share a step; got steps {t_q[bad]} and {t_k[bad]} "
+            f"({queries.layout} and {keys.layout}). Use one layout for both."
+        )
+    local, kept_at = local[kept], np.flatnonzero(kept)
+    q_shift, k_shift = queries.run_offsets[q_run[kept_at]], keys.run_offsets[k_run[kept_at]]
+    local[:, [Q0, Q1]] += q_shift[:, None]
+    local[:, [K0, K1]] += k_shift[:, None]
+    local[:, [LO, HI]] += (q_shift - k_shift)[:, None]
+    return local, kept_at
+
+
+def _coalesce(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64]]:
+    """Join neighbours whose union is itself a tile, until none are left; sorted by source, then rows.
+
+    Two disjoint tiles are one exactly when their hull holds as many pairs as both together.
+    """
+    by_query, by_key = (K0, Q0), (Q0, K0)
+    settled = 0
+    while settled < 2:
+        for keys in (by_query, by_key):
+            order = np.lexsort((*(tiles[:, c] for c in keys), source))
+            tiles, source = tiles[order], source[order]
+            tiles, source, joined = _join_neighbours(tiles, source)
+            settled = 0 if joined else settled + 1
+    order = np.lexsort((tiles[:, K0], tiles[:, Q0], source))
+    return tiles[order], source[order]
+
+
+def _join_neighbours(
+    tiles: Tiles, source: NDArray[np.int64]
+) -> tuple[Tiles, NDArray[np.int64], bool]:
+    if len(tiles) < 2:
+        return tiles, source, False
+    a, b = tiles[:-1], tiles[1:]
+    hull = np.where(np.isin(np.arange(8), (B0, Q0, K0, LO)), np.minimum(a, b), np.maximum(a, b))
+    pairs = count_pairs(tiles)
+    same = (source[:-1] == source[1:]) & (a[:, B0] == b[:, B0]) & (a[:, B1] == b[:, B1])
+    joins = same & (count_pairs(hull) == pairs[:-1] + pairs[1:])
+    # of a chain of joins take every other one: a tile can be joined once per round
+    start = np.flatnonzero(joins & ~np.append(False, joins[:-1]))
+    position = np.arange(len(joins))
+    chain = np.zeros(len(joins), np.int64)
+    chain[start] = start
+    joins &= (position - np.maximum.accumulate(chain)) % 2 == 0
+    if not joins.any():
+        return tiles, source, False
+    tiles = tiles.copy()
+    tiles[:-1][joins] = hull[joins]
+    gone = np.append(False, joins)
+    return tiles[~gone], source[~gone], True
+
+
+class Kind(IntEnum):
+    """What a lowered tile is. `CAUSAL`: i >= j counted from the tile's own upper-left corner, rectangles allowed.
+    `ANTICAUSAL`: causal with both axes flipped, i.e. counted from the lower-right corner, i <= j."""
+
+    FULL = 0
+    CAUSAL = 1
+    ANTICAUSAL = 2
+
+
+def lower(tiles: Tiles) -> tuple[Tiles, NDArray[np.int64]]:
+    """Cut band tiles into rectangles of exactly three kinds: ``(tiles [m, 8], kind of each [m])``.
+
+    Every allowed pair is in exactly one piece, and every row of a piece sees at least one key of it. The band columns of
+    a piece repeat its kind's bound.
+    """
+    pieces: list[Tiles] = []
+    kinds: list[int] = []
+    for tile in tiles:
+        for q0, q1, k0, k1, kind in _lower_one(*(int(x) for x in tile[REGION])):
+            lo = q0 - k0 if kind == Kind.CAUSAL else q0 - (k1 - 1)
+            hi = q1 - k1 if kind == Kind.ANTICAUSAL else (q1 - 1) - k0
+            pieces.append(np.array([tile[B0], tile[B1], q0, q1, k0, k1, lo, hi], np.int64))
+            kinds.append(int(kind))
+    table = np.stack(pieces) if pieces else np.zeros((0, 8), np.int64)
+    return table, np.array(kinds, np.int64)
+
+
+Piece = tuple[int, int, int, int, Kind]
+
+
+def _lower_one(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Piece]:
+    """One tile. A tile that both bounds cut is split into blocks of rows as high as its band is wide, so that in each
+    block some keys are seen by all rows and either side of them only one bound cuts."""
+    q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
+    k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
+    if q0 >= q1 or k0 >= k1:
+        return []
+    cuts_low, cuts_high = lo > q0 - (k1 - 1), hi < (q1 - 1) - k0
+    if not cuts_low and not cuts_high:
+        return [(q0, q1, k0, k1, Kind.FULL)]
+    if not cuts_high:
+        return _lower_causal(q0, q1, k0, k1, lo)
+    if not cuts_low:  # flip both axes: the upper bound becomes a lower one
+        flipped = _lower_causal(-q1 + 1, -q0 + 1, -k1 + 1, -k0 + 1, -hi)
+        mirror = {Kind.FULL: Kind.FULL, Kind.CAUSAL: Kind.ANTICAUSAL}
+        return [(1 - b, 1 - a, 1 - d, 1 - c, mirror[kind]) for a, b, c, d, kind in flipped]
+    width = hi - lo + 1
+    if q1 - q0 > width:
+        return [p for q in range(q0, q1, width) for p in _lower_one(q, min(q + width, q1), k0, k1, lo, hi)]
+    # every row sees the keys from the last row's first to the first row's last
+    common0, common1 = max(k0, q1 - 1 - hi), min(k1, q0 - lo + 1)
+    if common0 >= common1:
+        middle = (q0 + q1) // 2
+        return _lower_one(q0, middle, k0, k1, lo, hi) + _lower_one(middle, q1, k0, k1, lo, hi)
+    pieces = [(q0, q1, common0, common1, Kind.FULL)]
+    if k0 < common0:
+        pieces += _lower_one(q0, q1, k0, common0, -rg.UNBOUNDED, hi)
+    if common1 < k1:
+        pieces += _lower_one(q0, q1, common1, k1, lo, rg.UNBOUNDED)
+    return pieces
+
+
+def _lower_causal(q0: int, q1: int, k0: int, k1: int, lo: int) -> list[Piece]:
+    """A tile that only its lower bound cuts: the keys that every row sees, and a triangle that starts at its corner."""
+    seen_by_all = q0 - lo + 1 - k0  # keys that the first row sees
+    if seen_by_all <= 1:
+        return [(q0, q1, k0, k1, Kind.CAUSAL)]
+    edge = k0 + seen_by_all - 1  # the first row's last key is the triangle's corner
+    return [(q0, q1, k0, edge, Kind.FULL), (q0, q1, edge, k1, Kind.CAUSAL)]

@@ -1,0 +1,1 @@
+"""Other libraries on a ring. Each module imports one optional package, and does nothing until asked to."""

@@ -1,0 +1,16 @@
+"""Training on long sequences: usable piece by piece, or all at once by ``ringspun train``.
+
+    config.py         what a run is, read from TOML
+    data.py           text files -> byte tokens -> sequences of joined documents
+    model.py          the Llama of a config, and its loss on one rank's shard
+    loss.py           a rank's share of the mean loss, in chunks
+    mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
+    loop.py           the training loop
+    checkpointing.py  checkpoints written whole or not at all
+    memory.py         peak memory, as the profiler sees it
+    report.py         progress bar, log, TensorBoard, loss curve
+    proof.py          ring against one process: loss, every gradient, attention memory
+    launch.py         starts the local ranks, or joins a job
+
+Nothing is imported here: each piece brings only what it needs.
+"""

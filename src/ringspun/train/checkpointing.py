@@ -1,0 +1,233 @@
+"""Checkpoints that are written whole or not at all, and do not depend on the ring.
+
+    checkpoints/step-000020/
+      model/                  what `save_pretrained` writes; `from_pretrained` loads it
+      optimizer.safetensors   AdamW's moments, by parameter name
+      state.json              step, data position, config, digest of the data
+      rng.safetensors         PyTorch's generator
+      manifest.json           size and SHA-256 of every other file; written last
+
+Everything is written into a hidden folder beside its place and flushed to the disk; then one rename makes it
+appear. A folder without a manifest that fits is damaged: it is named and skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ringspun.train.errors import CheckpointError
+
+_PREFIX, _PARTIAL, _TRASH = "step-", ".writing-", ".removing-"
+_MANIFEST, _STATE = "manifest.json", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found whole."""
+
+    path: Path
+    step: int  # optimizer steps that it holds
+    state: dict[str, Any]  # what `save` was given, besides model and optimizer
+
+    @property
+    def model_path(self) -> Path:
+        """The folder for `from_pretrained`."""
+        return self.path / "model"
+
+
+def save(
+    folder: Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    keep: int = 2,
+    before_publish: Callable[[int], None] | None = None,
+) -> Path:
+    """Writes the checkpoint of `step` into `folder`, then removes all but the newest `keep`.
+
+    Args:
+        folder: holds one folder per checkpoint; made if absent.
+        step: optimizer steps done.
+        model: anything with `save_pretrained`.
+        optimizer: its tensors go into a safetensors file, by parameter name.
+        state: plain data (JSON) that a resumed run needs.
+        keep: whole checkpoints to keep, this one included.
+        before_publish: called with `step` when all is written but nothing is visible yet; for tests of a
+            crash there.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    from safetensors.torch import save_file
+
+    place, partial = folder / f"{_PREFIX}{step:06d}", folder / f"{_PARTIAL}{_PREFIX}{step:06d}"
+    _discard_leftovers(folder)
+    partial.mkdir(parents=True)
+    cast(Any, model).save_pretrained(partial / "model")
+    save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
+    save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
+    (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+    _write_manifest(partial)
+    if before_publish is not None:
+        before_publish(step)
+    _publish(partial, place)
+    for old in _folders(folder)[keep:]:
+        _remove(old)
+    return place
+
+
+def latest(folder: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint of `folder`, or None if there has never been one.
+
+    Args:
+        folder: what `save` was given.
+        warn: told the name and the fault of every damaged checkpoint that is skipped.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged = []
+    for path in _folders(folder):
+        fault = _fault(path)
+        if fault is None:
+            state = json.loads((path / _STATE).read_text())
+            return Checkpoint(path, int(state["step"]), state)
+        damaged.append(path)
+        warn(f"checkpoint {path} is damaged and skipped: {fault}.")
+    if damaged:
+        names = ", ".join(str(path) for path in damaged)
+        raise CheckpointError(
+            f"a checkpoint must be whole; all are damaged: {names}. Restore one, or start anew with --fresh."
+        )
+    return None
+
+
+def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -> None:
+    """Puts weights, optimizer state and PyTorch's generator back, in place. The ring may have another size
+    now.
+
+    Raises:
+        CheckpointError: the checkpoint's tensors are not those of this model.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        model.load_state_dict(load_file(checkpoint.model_path / "model.safetensors"))
+    except RuntimeError as problem:
+        raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
+    _restore_optimizer(checkpoint, model, optimizer, load_file(checkpoint.path / "optimizer.safetensors"))
+    torch.set_rng_state(load_file(checkpoint.path / "rng.safetensors")["cpu"])
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Renames `folder` to the first free of ``folder.1``, ``folder.2``, ...: a fresh run loses nothing."""
+    if not folder.exists():
+        return None
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{key}": torch.as_tensor(value).contiguous()
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def _restore_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    parameters = dict(model.named_parameters())
+    for full_name, tensor in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        if name not in parameters:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} must fit the model; it has no parameter {name!r}."
+            )
+        optimizer.state[parameters[name]][key] = tensor
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Folders of checkpoints, newest first, whole or not."""
+    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return (file for file in sorted(path.rglob("*")) if file.is_file() and file != path / _MANIFEST)
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _write_manifest(path: Path) -> None:
+    entries = {file.relative_to(path).as_posix(): _entry(file) for file in _files(path)}
+    (path / _MANIFEST).write_text(json.dumps(entries, indent=1))
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        entries = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError) as problem:
+        return f"its manifest cannot be read ({getattr(problem, 'strerror', None) or problem})"
+    for name, expected in entries.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if _entry(path / name) != expected:
+            return f"{name} is not what was written"
+    return None
+
+
+def _publish(partial: Path, place: Path) -> None:
+    for file in [*_files(partial), partial / _MANIFEST]:
+        _flush(file)
+    for inside in [path for path in partial.rglob("*") if path.is_dir()]:
+        _flush(inside)
+    _flush(partial)
+    if place.exists():  # a damaged one that was skipped, or a step that is run again
+        _remove(place)
+    partial.rename(place)
+    _flush(place.parent)
+
+
+def _flush(path: Path) -> None:
+    """Forces a file, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    trash = path.with_name(_TRASH + path.name)
+    path.rename(trash)  # first out of sight: a half-removed one must not look like a damaged one
+    shutil.rmtree(trash)
+
+
+def _discard_leftovers(folder: Path) -> None:
+    """What an interrupted `save` left behind; it was never visible."""
+    for prefix in (_PARTIAL, _TRASH):
+        for path in folder.glob(f"{prefix}*"):
+            shutil.rmtree(path)

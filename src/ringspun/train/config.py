@@ -1,0 +1,175 @@
+"""What a training run is, read from a TOML file. Every field says its unit, default and effect."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ringspun.core.text import parse_layout
+from ringspun.train.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(_Section):
+    """The `[model]` table: a Llama over byte tokens."""
+
+    layers: int = Field(gt=0, description="Decoder layers.")
+    hidden_size: int = Field(gt=0, description="Width of the residual stream; a multiple of `heads`.")
+    intermediate_size: int = Field(gt=0, description="Width of the feed-forward layer.")
+    heads: int = Field(gt=0, description="Query heads.")
+    kv_heads: int | None = Field(
+        default=None, gt=0, description="Key/value heads; divides `heads`. Default: as many as `heads`."
+    )
+    rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
+
+    @property
+    def head_size(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.heads
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(
+                f"hidden_size must be a multiple of 2 * heads; got {self.hidden_size}, heads = {self.heads}. "
+                "Rotary positions need an even head size."
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads must divide heads; got {self.kv_heads} and heads = {self.heads}.")
+        return self
+
+
+class DataConfig(_Section):
+    """The `[data]` table: which files of a folder are read. A single file is read whatever its name."""
+
+    suffixes: tuple[str, ...] = Field(
+        default=(".md", ".py", ".txt"),
+        strict=False,
+        min_length=1,
+        description="Endings of the files to read.",
+    )
+    skip_folders: tuple[str, ...] = Field(
+        default=("__pycache__",),
+        strict=False,
+        description="Names of folders to leave out, wherever they are. Hidden folders always are.",
+    )
+
+
+class TrainConfig(_Section):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig, description="Which files are read.")
+    seq_len: int = Field(gt=1, description="Tokens of one sequence; one sequence is one step's batch.")
+    ranks: int = Field(
+        default=1, gt=0, description="Processes that share each sequence. Any number, for any length."
+    )
+    layout: str = Field(
+        default="zigzag", description="Who holds which token: contiguous, zigzag, striped, striped(128)."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="bfloat16: autocast over float32 parameters. float32: no autocast."
+    )
+    steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate of AdamW.")
+    final_lr: float = Field(
+        default=0.0, ge=0, description="Learning rate at the last step (cosine decay); at most `lr`."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps of linear warm-up from 0; less than `steps`."
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW's decay, of matrices only.")
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Gradients are scaled down to this norm; inf never clips."
+    )
+    seed: int = Field(default=0, ge=0, description="Of the initial weights and the order of the documents.")
+    checkpoint_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between checkpoints; 0: only at the end, where there always is one.",
+    )
+    keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints that are kept.")
+    output: Path = Field(
+        default=Path("runs/train"),
+        strict=False,
+        description="Folder of checkpoints, logs and the loss curve.",
+    )
+
+    @field_validator("layout")
+    @classmethod
+    def _layout_parses(cls, text: str) -> str:
+        parse_layout(text)
+        return text
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps must be less than steps; got {self.warmup_steps} and steps = {self.steps}."
+            )
+        if self.final_lr > self.lr:
+            raise ValueError(f"final_lr must be at most lr; got {self.final_lr} and lr = {self.lr}.")
+        if self.checkpoint_every > self.steps:
+            raise ValueError(
+                f"checkpoint_every must be at most steps; got {self.checkpoint_every}, steps = {self.steps}."
+            )
+        return self
+
+
+def load_config(path: Path, **overrides: Any) -> TrainConfig:
+    """The run that the TOML file `path` describes.
+
+    Args:
+        path: the file.
+        overrides: values that replace top-level keys of the file; None leaves the file's.
+
+    Raises:
+        ConfigError: naming the file, the dotted key, and for an unknown key the nearest known one.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: config must be a readable file; {_reason(problem)}.") from None
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"{path}: config must be TOML; {problem}.") from None
+    values |= {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as problem:
+        lines = [_explain(error) for error in problem.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def _reason(problem: Exception) -> str:
+    return str(getattr(problem, "strerror", None) or problem)
+
+
+def _explain(error: Any) -> str:
+    """One of pydantic's errors in the user's terms."""
+    keys = [str(part) for part in error["loc"]]
+    name = ".".join(keys)
+    if error["type"] == "extra_forbidden":
+        known = _section(keys[:-1]).model_fields
+        near = difflib.get_close_matches(keys[-1], known, 1, cutoff=0.0)
+        return f"unknown key {name!r}; the nearest is {'.'.join([*keys[:-1], *near])!r}. Rename or remove it."
+    if error["type"] == "missing":
+        field = _section(keys[:-1]).model_fields[keys[-1]]
+        return f"key {name!r} must be given. {field.description or ''}".rstrip()
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{name}: {message}" if name else str(message)
+    return f"{name}: {message[0].lower()}{message[1:]}; got {error['input']!r}."
+
+
+def _section(keys: list[str]) -> type[BaseModel]:
+    section: type[BaseModel] = TrainConfig
+    for key in keys:
+        section = section.model_fields[key].annotation  # type: ignore[assignment]
+    return section

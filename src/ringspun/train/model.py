@@ -1,0 +1,86 @@
+"""The Llama that a config describes, and its loss on one rank's shard of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from ringspun import Causal
+from ringspun.integrations import transformers as hf
+from ringspun.train.config import TrainConfig
+from ringspun.train.data import END_OF_DOCUMENT, VOCAB_SIZE, PackedSequence
+from ringspun.train.loss import chunked_token_loss
+
+if TYPE_CHECKING:
+    from ringspun.torch import ContextParallel, Plan
+
+
+def build_model(config: TrainConfig, *, on_ring: bool = True) -> nn.Module:
+    """A float32 `LlamaForCausalLM`, its weights drawn from the config's seed: the same on every rank.
+
+    Args:
+        config: the run.
+        on_ring: False leaves it an ordinary model.
+    """
+    from transformers import LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = cast(nn.Module, LlamaForCausalLM(_llama_config(config))).float()
+    return hf.prepare(model) if on_ring else model
+
+
+def _llama_config(config: TrainConfig) -> Any:
+    from transformers import LlamaConfig
+
+    shape = config.model
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads or shape.heads,
+        max_position_embeddings=config.seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        bos_token_id=None,
+        eos_token_id=END_OF_DOCUMENT,
+        use_cache=False,
+    )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank needs of one sequence."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T], within documents
+    targets: Tensor  # [1, T], already shifted; -100 where there is none
+    total_targets: int  # of the whole sequence, over all ranks
+    plan: Plan
+
+    @classmethod
+    def of(cls, packed: PackedSequence, context: ContextParallel) -> Self:
+        """This rank's shard of a sequence, causal within its documents. Collective, for it makes a plan."""
+        part = context.partition(seq_len=len(packed.ids), documents=packed.documents)
+        ids = torch.from_numpy(packed.ids)[None]
+        local = part.shard_batch({"input_ids": ids, "labels": ids})
+        return cls(
+            local["input_ids"],
+            local["position_ids"],
+            local["shift_labels"],
+            int(local["num_items_in_batch"]),
+            part.plan(Causal() & packed.documents),
+        )
+
+
+def shard_loss(model: nn.Module, shard: Shard) -> Tensor:
+    """This rank's share of the mean loss; the sum over the ranks is the mean."""
+    llama = cast(Any, model)
+    hidden = llama.model(
+        input_ids=shard.input_ids, position_ids=shard.position_ids, **{hf.PLAN_KEYWORD: shard.plan}
+    ).last_hidden_state
+    return chunked_token_loss(hidden, llama.lm_head, shard.targets, total_targets=shard.total_targets)
