@@ -65,12 +65,14 @@ class Schedule:
 
     Args:
         ring_rank, ring_size: this rank's place. tokens: local query rows of every rank ``[R]``.
-        inputs: digest of what the schedule was made from; equal on all ranks of a ring. forward, backward: the passes.
+        mask: what is computed. inputs: digest of all that the schedule was made from; equal on all ranks of a ring.
+        forward, backward: the passes.
     """
 
     ring_rank: int
     ring_size: int
     tokens: NDArray[np.int64]
+    mask: Mask
     inputs: bytes
     forward: Pass
     backward: Pass
@@ -161,16 +163,16 @@ def compile_schedules(
     regions = _regions(mask, partition.seq_len)
     bound = route.bind(tl.meetings(partition, partition, regions), partition.tokens)
     inputs = input_digest(partition, mask, route)
-    return tuple(_compile_one(partition, regions, bound, rank, inputs) for rank in ring_ranks)
+    return tuple(_compile_one(partition, mask, regions, bound, rank, inputs) for rank in ring_ranks)
 
 
 def _compile_one(
-    partition: Partition, regions: rg.Table, route: BoundRoute, ring_rank: int, inputs: bytes
+    partition: Partition, mask: Mask, regions: rg.Table, route: BoundRoute, ring_rank: int, inputs: bytes
 ) -> Schedule:
     table, source = tl.build(partition, partition, regions, ring_rank)
     forward = _attach(route.forward(ring_rank), table, source)
     backward = _attach(route.backward(ring_rank), table, source)
-    return Schedule(ring_rank, partition.ring_size, partition.tokens, inputs, forward, backward)
+    return Schedule(ring_rank, partition.ring_size, partition.tokens, mask, inputs, forward, backward)
 
 
 def _attach(legs: Legs, tiles: tl.Tiles, source: NDArray[np.int64]) -> Pass:

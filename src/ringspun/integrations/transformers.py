@@ -159,12 +159,7 @@ def _check_call(
         raise UnsupportedByRing("model inputs after input_ids must be given by keyword on a ring.")
     if kwargs.get("attention_mask") is not None:
         raise UnsupportedByRing(_MASK_MESSAGE.format(tuple(kwargs["attention_mask"].shape)))
-    for name in ("cache", "past_key_values", "use_cache"):
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            raise UnsupportedByRing(
-                f"{name} must be None on a ring; got {_brief(value)}. Pass use_cache=False."
-            )
+    _refuse_cache(kwargs)
     if kwargs.get("position_ids") is None:
         inputs = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         positions = plan.partition.positions(restart=_has_documents(plan))
@@ -207,6 +202,7 @@ _WEIGHTS_MESSAGE = "output_attentions must be False on a ring; no rank holds the
 def _refuse_keywords(kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise UnsupportedByRing(_WEIGHTS_MESSAGE)
+    _refuse_cache(kwargs)
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False:
             continue
@@ -214,6 +210,15 @@ def _refuse_keywords(kwargs: dict[str, Any]) -> None:
             f"{name} must be None on a ring; got {_brief(value)}. The ring would ignore it. "
             "Windows and documents belong in the plan's mask."
         )
+
+
+def _refuse_cache(kwargs: dict[str, Any]) -> None:
+    for name in ("cache", "past_key_values", "use_cache"):
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            raise UnsupportedByRing(
+                f"{name} must be None on a ring; got {_brief(value)}. Pass use_cache=False."
+            )
 
 
 def _check_shapes(plan: Plan, query: Tensor, key: Tensor) -> None:

@@ -85,14 +85,14 @@ def check_text(corpus: Corpus) -> None:
         DataError: naming the first file that cannot be read or is not UTF-8, and the byte.
     """
     for document in range(len(corpus.names)):
-        path, decoder, offset = corpus.path(document), codecs.getincrementaldecoder("utf-8")(), 0
+        path, decoder, offset, chunk = corpus.path(document), codecs.getincrementaldecoder("utf-8")(), 0, b"-"
         try:
             with path.open("rb") as file:
-                while chunk := file.read(_READ_BYTES):
-                    pending = len(decoder.getstate()[0])
-                    decoder.decode(chunk)
+                while chunk:
+                    chunk = file.read(_READ_BYTES)
+                    pending = len(decoder.getstate()[0])  # bytes of a character begun in the last chunk
+                    decoder.decode(chunk, final=not chunk)
                     offset += len(chunk)
-            decoder.decode(b"", final=True)
         except OSError as problem:
             raise _unreadable(path, problem) from None
         except UnicodeDecodeError as problem:

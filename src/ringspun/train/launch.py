@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -22,6 +24,7 @@ from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
 
 _TIMEOUT_S = 600
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def launch(job: Job) -> None:
     elif job.config.ranks == 1:
         work(job)
     else:
-        _start_ranks(job)
+        start_ranks(job.config.ranks, work, job, logs=job.config.output)
 
 
 def work(job: Job) -> None:
@@ -108,7 +111,21 @@ def _settle_output(job: Job, mesh: Mesh) -> None:
     mesh.gather([0.0])  # nobody looks for a checkpoint before that
 
 
-def _start_ranks(job: Job) -> None:
+def start_ranks(ranks: int, function: Callable[..., T], *args: Any, logs: Path) -> dict[int, T]:
+    """Calls ``function(*args)`` in `ranks` new processes of this machine, through torch's elastic launcher.
+
+    Args:
+        ranks: processes to start; each finds RANK, WORLD_SIZE and the rest in its environment.
+        function: of a module; it and `args` travel to the processes.
+        args: what it is called with.
+        logs: folder that gets `failure.txt`, the call stack of a rank that failed.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        LaunchError: a rank failed; the others were stopped. The message is that rank's own.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -117,28 +134,37 @@ def _start_ranks(job: Job) -> None:
     plan = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=job.config.ranks,
+        nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
+        start_method=_start_method(),
     )
     try:
-        elastic_launch(plan, work)(job)
+        return dict(elastic_launch(plan, function)(*args))
     except ChildFailedError as problem:
-        raise LaunchError(_explain(problem.failures, job.config.output)) from None
+        raise LaunchError(_explain(problem.failures, logs)) from None
 
 
-def _explain(failures: dict[int, Any], output: Path) -> str:
+def _start_method() -> str:
+    """A server that has imported the heavy packages once and forks each rank, where the system has such."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["torch", "transformers.models.llama", "ringspun.train.loop"])
+    return "forkserver"
+
+
+def _explain(failures: dict[int, Any], logs: Path) -> str:
     """The failure that came first, in its own words; the call stack goes into a file."""
     rank, first = min(failures.items(), key=lambda item: (not _killed(item[1]), item[1].timestamp))
     message = first.message
     if isinstance(message, dict):
         stack = str(message.get("extraInfo", {}).get("py_callstack", ""))
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "failure.txt").write_text(f"rank {rank}\n{stack}", encoding="utf-8")
-        message = f"{message['message']} (call stack: {output / 'failure.txt'})"
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "failure.txt").write_text(f"rank {rank}\n{stack}", encoding="utf-8")
+        message = f"{message['message']} (call stack: {logs / 'failure.txt'})"
     return f"rank {rank} failed: {message}"
 
 

@@ -1,0 +1,25 @@
+"""Ring attention for PyTorch. See `ContextParallel`."""
+
+from ringspun.errors import MissingExtra
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as problem:  # pragma: no cover
+    raise MissingExtra("ringspun.torch needs PyTorch: pip install 'ringspun[torch]'") from problem
+
+from ringspun.torch.context import ContextParallel, Partition
+from ringspun.torch.drivers import Gloo, Loopback
+from ringspun.torch.functional import blockwise_attention, ring_attention
+from ringspun.torch.plan import Plan
+from ringspun.torch.softmax import merge
+
+__all__ = [
+    "ContextParallel",
+    "Gloo",
+    "Loopback",
+    "Partition",
+    "Plan",
+    "blockwise_attention",
+    "merge",
+    "ring_attention",
+]

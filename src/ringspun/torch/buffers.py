@@ -1,0 +1,36 @@
+"""A pool of byte buffers for messages, leased by size: no allocation from the second call of a shape on."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+KEPT = 12
+
+
+class BufferPool:
+    """Byte tensors that outlive a call. A buffer is given back only when every message that uses it is done; a call that
+    fails keeps its buffers, because somebody may still be writing into them.
+
+    Args:
+        kept: idle buffers held at most; the longest unused are dropped.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._idle: OrderedDict[int, Tensor] = OrderedDict()
+        self._kept = kept
+
+    def lease(self, n_bytes: int, device: torch.device) -> Tensor:
+        """A uint8 tensor of exactly `n_bytes`, contents undefined."""
+        for key, buffer in reversed(self._idle.items()):
+            if buffer.numel() == n_bytes and buffer.device == device:
+                return self._idle.pop(key)
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a leased buffer."""
+        self._idle[id(buffer)] = buffer
+        while len(self._idle) > self._kept:
+            self._idle.popitem(last=False)

@@ -1,0 +1,100 @@
+"""What a driver is: it moves the messages that ring generators yield, and knows nothing of attention.
+
+A rank's part of a call is a generator. It yields a list of `Transfer` to start them and gets a ticket back; it yields a
+ticket to wait for it. Everything else is plain code between the yields.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ringspun.core.route.base import Action
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message of one rank: `buffer` is a one-dimensional uint8 tensor, sent whole or filled whole.
+
+    Args:
+        action: send or receive. peer: ring rank at the other end. what: words for error messages.
+    """
+
+    action: Action
+    peer: int
+    buffer: Tensor
+    what: str
+
+
+class Ticket:
+    """Stands for transfers under way."""
+
+
+RankProgram = Generator["list[Transfer] | Ticket", Any, T]
+
+
+@dataclass
+class Counts:
+    """What went over the wire since the driver was made; equal to `ringspun.core.accounting`.
+
+    Args:
+        messages, bytes: sent, per (sender, receiver) in ring ranks.
+    """
+
+    messages: Counter[tuple[int, int]] = field(default_factory=Counter)
+    bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def sent(self, sender: int, transfer: Transfer) -> None:
+        """Count one message."""
+        self.messages[sender, transfer.peer] += 1
+        self.bytes[sender, transfer.peer] += transfer.buffer.numel()
+
+
+class Driver(ABC):
+    """Moves messages for the ranks that this process plays.
+
+    Args:
+        size: ranks in the ring. ring_ranks: those that this process plays.
+    """
+
+    size: int
+    ring_ranks: tuple[int, ...]
+    counts: Counts
+
+    @abstractmethod
+    def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
+        """Run one program per rank of `ring_ranks` to its end; their results in order.
+
+        Raises:
+            PeerError: a peer is dead or late.
+        """
+
+    @abstractmethod
+    def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
+        """Collective: return when all ranks brought the same 32-byte `digest`.
+
+        Args:
+            topic: what is agreed on, in words. fields: named values to tell apart when they differ.
+            failure: an error of this rank alone; it joins with a reserved digest so that nobody waits for it.
+        Raises:
+            PlanMismatchError: digests differ; names rank and field. PeerError: another rank brought a failure.
+            The failure itself, on the rank that brought it.
+        """
+
+    @abstractmethod
+    def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows ``[T, ...]`` of every rank joined in rank order ``[S, ...]``; `rows` is T per rank."""
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks."""
+
+    def report(self, failure: Exception) -> None:
+        """Leave this rank's error where peers that time out will read it."""

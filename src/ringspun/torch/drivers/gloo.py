@@ -1,0 +1,185 @@
+"""`Gloo`: one rank per process over torch.distributed's gloo backend, by batched isend / irecv on an explicit group.
+
+Three traps of gloo shape this file: a message longer than its buffer aborts the process, so ranks agree on sizes before
+the first one; blocking sends on both sides deadlock, so everything is batched and asynchronous; a peer that never comes
+is known only by the timeout, so before it waits a rank leaves a note in the group's store for the others to read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspun.core.route.base import Action
+from ringspun.errors import PeerError, PlanMismatchError, RingspunError
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, T, Ticket, Transfer
+
+FAILED = bytes(32)
+"""The digest that a rank with a failure of its own brings to an agreement."""
+
+
+@dataclass(eq=False)
+class _Works(Ticket):
+    works: list[Any]
+    what: str
+
+
+class Gloo(Driver):
+    """One rank of a ring of processes.
+
+    Args:
+        group: process group whose order is the ring's order (any world ranks). timeout_s: longest wait for a peer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.ring_rank = dist.get_rank(group)
+        self.ring_ranks = (self.ring_rank,)
+        self.counts = Counts()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = group.get_group_store()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
+        (program,) = programs
+        answer: Any = None
+        try:
+            while True:
+                asked = program.send(answer)
+                if isinstance(asked, list):
+                    answer = self._post(asked)
+                else:
+                    assert isinstance(asked, _Works)
+                    answer = None
+                    self._wait(asked.works, asked.what)
+        except StopIteration as end:
+            return [end.value]
+        except Exception as failure:
+            self.report(failure)
+            raise
+
+    def _post(self, transfers: list[Transfer]) -> _Works:
+        what = ", ".join(f"{t.what} {'to' if t.action == Action.SEND else 'from'} ring rank {t.peer}" for t in transfers)
+        operations = []
+        for t in transfers:
+            sends = t.action == Action.SEND
+            if sends:
+                self.counts.sent(self.ring_rank, t)
+            # `peer=` of P2POp is a world rank, `group_peer=` is the rank in the group, which is what a ring counts in
+            operation = dist.isend if sends else dist.irecv
+            operations.append(dist.P2POp(operation, t.buffer, group=self.group, group_peer=t.peer))
+        if not operations:
+            return _Works([], what)
+        return _Works(self._guarded(lambda: dist.batch_isend_irecv(operations), what), what)
+
+    def _wait(self, works: list[Any], what: str) -> None:
+        for work in works:
+            self._guarded(lambda work=work: work.wait(self._timeout), what)
+
+    def _guarded(self, action: Callable[[], Any], what: str) -> Any:
+        """Run a torch.distributed call; its failure becomes a `PeerError` that says who, what, and what peers said."""
+        try:
+            return action()
+        except RingspunError:
+            raise
+        except RuntimeError as problem:
+            raise PeerError(
+                f"ring rank {self.ring_rank} of {self.size}: {what} must finish within {self._timeout.total_seconds():g} s; "
+                f"got {str(problem).splitlines()[0]}.{self._last_words()}"
+            ) from problem
+
+    # -- agreement ---------------------------------------------------------------------------------------------------
+
+    def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
+        note = {"topic": topic, "fields": fields, "error": _describe(failure) if failure else None}
+        self._leave(note)
+        brought = torch.frombuffer(bytearray(FAILED if failure else digest), dtype=torch.uint8)
+        gathered = [torch.empty_like(brought) for _ in range(self.size)]
+        work = self._guarded(lambda: dist.all_gather(gathered, brought, group=self.group, async_op=True), topic)
+        self._wait([work], f"agreement on {topic}")
+        if failure is not None:
+            raise failure
+        digests = [bytes(g.tolist()) for g in gathered]
+        if all(d == digest for d in digests):
+            return
+        for rank, other in enumerate(digests):
+            if other == FAILED:
+                raise PeerError(f"ring rank {rank} failed in {topic}: {(self._note(rank) or {}).get('error')}")
+        raise PlanMismatchError(self._mismatch(topic, digests))
+
+    def _mismatch(self, topic: str, digests: list[bytes]) -> str:
+        """Names the ranks in the minority and the fields in which they differ."""
+        notes = [self._note(rank) or {"topic": "?", "fields": {}} for rank in range(self.size)]
+        usual = max(digests, key=digests.count)
+        odd = [rank for rank, d in enumerate(digests) if d != usual]
+        one, other = notes[digests.index(usual)], notes[odd[0]]
+        if one["topic"] != other["topic"]:
+            found = f"ring rank {odd[0]} is in {other['topic']} while others are in {one['topic']}"
+        else:
+            found = "; ".join(
+                f"{name} is {other['fields'].get(name)} on ring rank {odd[0]} and {value} on ring rank {digests.index(usual)}"
+                for name, value in one["fields"].items()
+                if other["fields"].get(name) != value
+            )
+        return f"{topic} must be the same on all ranks; {found or 'the digests differ'} (odd ranks: {odd})."
+
+    # -- notes in the store ------------------------------------------------------------------------------------------
+
+    def report(self, failure: Exception) -> None:
+        self._leave({"topic": "a failed call", "fields": {}, "error": _describe(failure)})
+
+    def _leave(self, note: dict[str, Any]) -> None:
+        try:
+            self._store.set(f"ringspun/{self.ring_rank}", json.dumps(note))
+        except RuntimeError:
+            pass  # the store's host is gone: the wait that follows will say so
+
+    def _note(self, ring_rank: int) -> dict[str, Any] | None:
+        key = f"ringspun/{ring_rank}"
+        try:
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
+    def _last_words(self) -> str:
+        """What the peers' notes say: errors first, else where each was."""
+        words = []
+        for rank in range(self.size):
+            note = self._note(rank) if rank != self.ring_rank else None
+            if note and note["error"]:
+                words.insert(0, f"ring rank {rank} reported {note['error']}")
+            elif note:
+                inside = ", ".join(f"{k}={v}" for k, v in note["fields"].items())
+                words.append(f"ring rank {rank} last agreed on {note['topic']} ({inside})")
+        return f" {'; '.join(words)}." if words else ""
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        # gloo has no uneven all_gather: rows are padded to the longest and cut again
+        longest = max(rows)
+        padded = x.new_zeros((longest, *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        work = self._guarded(lambda: dist.all_gather(parts, padded, group=self.group, async_op=True), "gather")
+        self._wait([work], "gather")
+        return torch.cat([p[:n] for p, n in zip(parts, rows, strict=True)])
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        work = self._guarded(lambda: dist.all_reduce(total, group=self.group, async_op=True), "all-reduce")
+        self._wait([work], "all-reduce")
+        return total
+
+
+def _describe(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"

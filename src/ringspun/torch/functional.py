@@ -1,0 +1,112 @@
+"""One-off calls: ring attention without holding a plan, and blockwise attention on one device."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from ringspun.core.layout import Contiguous, Layout
+from ringspun.core.mask import Causal, Mask
+from ringspun.errors import ShapeError
+from ringspun.torch.context import ContextParallel
+from ringspun.torch.drivers import Loopback
+from ringspun.torch.kernels import Eager
+
+KEPT_CONTEXTS = 16
+_contexts: OrderedDict[tuple[int, str], ContextParallel] = OrderedDict()
+_lock = threading.Lock()
+
+
+def ring_attention(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K T D"],
+    v: Float[Tensor, "B K T Dv"],
+    *,
+    group: dist.ProcessGroup | Loopback | None = None,
+    mask: Mask | None = None,
+    layout: Layout | None = None,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence cut over the ranks of a group, in one call. Collective. Differentiable.
+
+    A model that calls many layers is better served by `ContextParallel(...).plan(...)`, made once per batch.
+
+    Args:
+        q, k, v: this rank's rows. group: the ring; default: all ranks, or this process alone without torch.distributed.
+        mask: default `Causal()`. layout: how the rows were dealt; default `Contiguous()`.
+        seq_len: global length S; None means equal shards, ``T * R`` (checked on all ranks by the plan's agreement).
+        scale, return_lse: as in `Plan.attention`.
+    Returns:
+        ``out [B, H, T, Dv]``, or ``(out, lse)``.
+    Raises: as `ContextParallel.plan` and `Plan.attention`.
+
+    >>> q = torch.randn(1, 2, 8, 4)
+    >>> ring_attention(q, q, q).shape
+    torch.Size([1, 2, 8, 4])
+
+    Source: Ring Attention (arXiv 2310.01889).
+    """
+    context = _context(group, Contiguous() if layout is None else layout)
+    if seq_len is None:
+        if q.ndim != 4:
+            raise ShapeError(f"q must be [B, H, T, D]; got shape {tuple(q.shape)}.")
+        ranks = context.ring_size // len(context.driver.ring_ranks)
+        seq_len = q.shape[2] * ranks
+    plan = context.plan(seq_len, Causal() if mask is None else mask)
+    if return_lse:
+        return plan.attention(q, k, v, scale=scale, return_lse=True)
+    return plan.attention(q, k, v, scale=scale)
+
+
+def blockwise_attention(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K T D"],
+    v: Float[Tensor, "B K T Dv"],
+    *,
+    mask: Mask | None = None,
+    block_size: int = 512,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention on one device with at most block_size x block_size scores alive, forward and backward.
+
+    Args:
+        q, k, v: the whole sequence, any device and float dtype. mask: default `Causal()`. block_size: tokens.
+        scale: of the scores; default ``D ** -0.5``.
+    Returns:
+        ``out [B, H, T, Dv]``.
+    Raises:
+        ShapeError, DtypeError: tensors that do not fit.
+
+    Source: arXiv 2112.05682; the recomputing backward is FlashAttention-2's (arXiv 2307.08691).
+    """
+    plan = _context(Loopback(1), Contiguous()).plan(q.shape[2], Causal() if mask is None else mask)
+    return plan.attention(q, k, v, scale=scale, kernel=_eager(block_size))
+
+
+def _context(group: dist.ProcessGroup | Loopback | None, layout: Layout) -> ContextParallel:
+    """The context of a group and layout; kept, so that one-off calls find their plans again."""
+    single = isinstance(group, Loopback) and group.size == 1
+    key = (0 if single else id(group), str(layout))
+    with _lock:
+        found = _contexts.get(key)
+        if found is None or (group is not None and not single and getattr(found.driver, "group", found.driver) is not group):
+            found = ContextParallel(group, layout=layout)
+            _contexts[key] = found
+        _contexts.move_to_end(key)
+        while len(_contexts) > KEPT_CONTEXTS:
+            _contexts.popitem(last=False)
+    return found
+
+
+def _eager(block_size: int) -> Eager:
+    with _lock:
+        return _kernels.setdefault(block_size, Eager(block_size))
+
+
+_kernels: dict[int, Eager] = {}

@@ -1,0 +1,172 @@
+"""What a kernel is: local attention over the tiles of one step, and an honest refusal of everything it cannot do.
+
+A kernel never sees a ring, a mask or a layout: it gets local queries, one block of keys and values, and tiles. It yields
+partial results in a fixed order; whoever drives it merges them. New kernel: one file, one subclass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ringspun.core import tiles as tl
+
+
+@dataclass(frozen=True)
+class Call:
+    """Facts of one attention call that are equal on all ranks; all that a kernel may judge by.
+
+    Args:
+        heads, kv_heads: H and K. head_size, value_size: D and Dv. dtype: of q, k, v. device: "cpu", "cuda", ...
+        lse_gradient: whether the returned lse has a gradient (known in backward only; False in forward).
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: str
+    lse_gradient: bool = False
+
+
+class Block(NamedTuple):
+    """Local queries ``[B, H, Tq, D]`` and one block of keys ``[B, K, Tk, D]`` and values ``[B, K, Tk, Dv]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+
+
+class Saved(NamedTuple):
+    """What backward knows besides the block: final out, its lse, the incoming gradients of both, and fp32 `delta`.
+
+    ``delta = sum(out * dout, -1) - dlse`` ``[B, H, Tq]``. `dlse` is None where lse has no gradient.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    delta: Tensor
+
+
+class Rows(NamedTuple):
+    """Which rows of the local shard a result belongs to: a range of batch rows and a range of tokens."""
+
+    batch: slice
+    tokens: slice
+
+
+class Partial(NamedTuple):
+    """Attention of some query rows over some keys. `lse` in the accumulators' dtype; every row saw at least one key."""
+
+    rows: Rows
+    out: Float[Tensor, "b H t Dv"]
+    lse: Float[Tensor, "b H t"]
+
+
+class Gradients(NamedTuple):
+    """Shares of the gradients of some query rows and some key rows."""
+
+    q_rows: Rows
+    k_rows: Rows
+    dq: Float[Tensor, "b H t D"]
+    dk: Float[Tensor, "b K s D"]
+    dv: Float[Tensor, "b K s Dv"]
+
+
+@dataclass(frozen=True)
+class StepTiles:
+    """The tiles of one step, lowered at most once."""
+
+    tiles: tl.Tiles
+
+    @cached_property
+    def bands(self) -> list[list[int]]:
+        """Rows of (b0, b1, q0, q1, k0, k1, lo, hi) as Python integers."""
+        return [list(map(int, row)) for row in self.tiles]
+
+    @cached_property
+    def lowered(self) -> list[tuple[list[int], tl.Kind]]:
+        """The same pairs as rectangles of three kinds."""
+        table, kinds = tl.lower(self.tiles)
+        return [(list(map(int, row)), tl.Kind(kind)) for row, kind in zip(table, kinds, strict=True)]
+
+
+class Kernel(ABC):
+    """Local attention over a list of tiles."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, call: Call) -> str | None:
+        """Why this kernel cannot do `call` exactly, or None. Judged only by facts equal on all ranks."""
+
+    @abstractmethod
+    def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
+        """Partial results that together cover every pair of `tiles` once."""
+
+    @abstractmethod
+    def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
+        """Gradient shares that together cover every pair of `tiles` once."""
+
+
+class LoweredKernel(Kernel):
+    """A kernel that knows full and upper-left causal rectangles; this class makes every mask of them."""
+
+    @abstractmethod
+    def partial(self, block: Block, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """``(out, lse)`` of one rectangle; `causal` is i >= j from its upper-left corner."""
+
+    @abstractmethod
+    def partial_backward(self, block: Block, saved: Saved, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` of one rectangle, given the final out and lse."""
+
+    def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
+        for tile, kind in tiles.lowered:
+            q_rows, k_rows = tile_rows(tile)
+            flip = kind == tl.Kind.ANTICAUSAL
+            out, lse = self.partial(_cut(block, q_rows, k_rows, flip), causal=kind != tl.Kind.FULL)
+            yield Partial(q_rows, _turn(out, flip), _turn(lse, flip))
+
+    def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
+        for tile, kind in tiles.lowered:
+            q_rows, k_rows = tile_rows(tile)
+            flip = kind == tl.Kind.ANTICAUSAL
+            part = Saved(*(None if x is None else _turn(x[q_rows.batch, :, q_rows.tokens], flip) for x in saved))  # type: ignore[arg-type]
+            grads = self.partial_backward(
+                _cut(block, q_rows, k_rows, flip), part, causal=kind != tl.Kind.FULL
+            )
+            yield Gradients(q_rows, k_rows, *(_turn(g, flip) for g in grads))
+
+
+def tile_rows(tile: list[int]) -> tuple[Rows, Rows]:
+    """The query rows and key rows of a tile."""
+    b0, b1, q0, q1, k0, k1 = tile[:6]
+    batch = slice(b0, None if b1 < 0 else b1)
+    return Rows(batch, slice(q0, q1)), Rows(batch, slice(k0, k1))
+
+
+def _cut(block: Block, q_rows: Rows, k_rows: Rows, flip: bool) -> Block:
+    q = block.q[q_rows.batch, :, q_rows.tokens]
+    k, v = (x[k_rows.batch, :, k_rows.tokens] for x in (block.k, block.v))
+    return Block(_turn(q, flip), _turn(k, flip), _turn(v, flip), block.scale)
+
+
+def _turn(x: Tensor, flip: bool) -> Tensor:
+    """`x` with its token dimension reversed: an anticausal tile is a causal one seen from its other corner."""
+    return x.flip(2) if flip else x
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, but fp64 for fp64: what lse, running results and travelling gradients are held in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,121 @@
+"""`eager`: blockwise attention in plain torch operations. Slow, exact, any device and float dtype, takes bands whole.
+
+Never more than a block x block of scores is alive; backward recomputes them.
+Source: memory-efficient attention (arXiv 2112.05682) with the backward of FlashAttention-2 (arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ringspun.torch.kernels.base import (
+    Block,
+    Call,
+    Gradients,
+    Kernel,
+    Partial,
+    Rows,
+    Saved,
+    StepTiles,
+    accumulator_dtype,
+    tile_rows,
+)
+from ringspun.torch.softmax import RunningSoftmax
+
+
+class Eager(Kernel):
+    """Blockwise attention in plain torch.
+
+    Args:
+        block_size: rows of queries and of keys whose scores are alive at once (tokens).
+    """
+
+    name = "eager"
+
+    def __init__(self, block_size: int = 512) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1; got {block_size}.")
+        self.block_size = block_size
+
+    def refuses(self, call: Call) -> str | None:
+        return None if call.dtype.is_floating_point else f"dtype must be floating point; got {call.dtype}"
+
+    def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
+        for tile in tiles.bands:
+            for q0, q1, pieces in _blocks(tile, self.block_size):
+                rows = Rows(tile_rows(tile)[0].batch, slice(q0, q1))
+                q, running = _grouped(block.q, rows, block.k.shape[1]), None
+                for k0, k1, allowed in pieces:
+                    k, v = _keys(block, Rows(rows.batch, slice(k0, k1)))
+                    out, lse = _attend(q, k, v, block.scale, allowed)
+                    if running is None:
+                        running = RunningSoftmax(out.shape, out.dtype, out.device)
+                    running.add(..., out, lse)
+                if running is not None:
+                    yield Partial(rows, running.out.flatten(1, 2), running.lse.flatten(1, 2))
+
+    def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
+        for tile in tiles.bands:
+            batch = tile_rows(tile)[0].batch
+            for q0, q1, pieces in _blocks(tile, self.block_size):
+                q_rows = Rows(batch, slice(q0, q1))
+                kv_heads = block.k.shape[1]
+                q, dout = _grouped(block.q, q_rows, kv_heads), _grouped(saved.dout, q_rows, kv_heads)
+                lse, delta = (
+                    x[q_rows.batch, :, q_rows.tokens].unflatten(1, (kv_heads, -1))[..., None]
+                    for x in (saved.lse, saved.delta)
+                )
+                for k0, k1, allowed in pieces:
+                    k_rows = Rows(batch, slice(k0, k1))
+                    k, v = _keys(block, k_rows)
+                    p = torch.exp(_scores(q, k, block.scale, allowed) - lse)
+                    ds = p * (dout @ v.mT - delta) * block.scale
+                    dk, dv = (ds.mT @ q).sum(2), (p.mT @ dout).sum(2)
+                    yield Gradients(q_rows, k_rows, (ds @ k).flatten(1, 2), dk, dv)
+
+
+def _blocks(tile: list[int], size: int) -> Iterator[tuple[int, int, list[tuple[int, int, Tensor | None]]]]:
+    """Query blocks of a tile, each with the key blocks that it meets and their masks (None: all allowed).
+
+    Query blocks are aligned so that a row with a key of this tile is in a block whose pieces all see some key; rows that
+    a piece hides wholly get weight zero from the running softmax.
+    """
+    _, _, q0, q1, k0, k1, lo, hi = tile
+    for a in range(q0, q1, size):
+        b = min(a + size, q1)
+        pieces = []
+        for c in range(max(k0, a - hi), min(k1, b - lo), size):
+            d = min(c + size, k1, b - lo)
+            if a - (d - 1) >= lo and (b - 1) - c <= hi:
+                pieces.append((c, d, None))
+                continue
+            distance = torch.arange(a, b)[:, None] - torch.arange(c, d)[None, :]
+            pieces.append((c, d, (distance >= lo) & (distance <= hi)))
+        yield a, b, pieces
+
+
+def _grouped(x: Tensor, rows: Rows, kv_heads: int) -> Tensor:
+    """``[B, H, T, D]`` rows as ``[b, K, H / K, t, D]`` in the accumulators' dtype."""
+    part = x[rows.batch, :, rows.tokens]
+    return part.unflatten(1, (kv_heads, -1)).to(accumulator_dtype(x.dtype))
+
+
+def _keys(block: Block, rows: Rows) -> tuple[Tensor, Tensor]:
+    k, v = (x[rows.batch, :, rows.tokens].unsqueeze(2) for x in (block.k, block.v))
+    return k.to(accumulator_dtype(k.dtype)), v.to(accumulator_dtype(v.dtype))
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, allowed: Tensor | None) -> Tensor:
+    scores = (q * scale) @ k.mT  # q first, so that large products cannot overflow a narrow dtype
+    return scores if allowed is None else scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention over one block of keys; rows that see none give (0, -inf)."""
+    scores = _scores(q, k, scale, allowed)
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return p @ v, lse

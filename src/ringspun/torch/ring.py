@@ -1,0 +1,193 @@
+"""The ring: one forward and one backward, as generators that execute a schedule and decide nothing.
+
+They know no mask, no layout and no route. Each step computes the tiles that the schedule names, with the block in the
+slot that it names, and posts the messages that it names (`ringspun.core.route.base` says when). A driver moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn
+from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.wire import HEADER_BYTES, Format, Header, Payload
+from ringspun.errors import TransferError
+from ringspun.torch.buffers import BufferPool
+from ringspun.torch.drivers.base import RankProgram, Transfer
+from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, accumulator_dtype
+from ringspun.torch.softmax import RunningSoftmax
+
+Flow = Generator[Any, Any, None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of one call.
+
+    Args:
+        schedule: what to do. tiles: the tiles of each step. kernel: who computes them. wire: what messages look like.
+        pool: where buffers come from. call: number of this call on this ring, for headers. scale: of the scores.
+    """
+
+    schedule: Schedule
+    tiles: list[StepTiles]
+    kernel: Kernel
+    wire: Format
+    pool: BufferPool
+    call: int
+    scale: float
+
+
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
+    """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
+    one = job.schedule.forward
+    mail = _Mail(job, one, 0, (k, v))
+    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
+    for step, row in enumerate(one.steps):
+        yield from mail.wait(Moment.BEFORE)
+        yield from mail.post(step, Moment.BEFORE)
+        keys, values = mail.block(step, row)
+        for rows, out, lse in job.kernel.forward(Block(q, keys, values, job.scale), job.tiles[step]):
+            running.add((rows.batch, slice(None), rows.tokens), out, lse)
+    yield from mail.close()
+    return running.out.to(q.dtype), running.lse
+
+
+def backward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved
+) -> RankProgram[tuple[Tensor, Tensor, Tensor]]:
+    """This rank's ``(dq, dk, dv)``, each in its input's dtype. Blocks go round again; their gradients follow them home."""
+    one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
+    mail = _Mail(job, one, 1, (k, v))
+    dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    own = tuple(torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
+    for step, row in enumerate(one.steps):
+        yield from mail.wait(Moment.BEFORE)
+        yield from mail.post(step, Moment.BEFORE)
+        arrived = False
+        keys, values = mail.block(step, row)
+        for g in job.kernel.backward(Block(q, keys, values, job.scale), saved, job.tiles[step]):
+            if not arrived:  # waited for only now, when the first tile has hidden the journey
+                yield from mail.wait(Moment.AFTER)
+                dk, dv = mail.gradients(row, own)
+                arrived = True
+            dq[g.q_rows.batch, :, g.q_rows.tokens] += g.dq
+            dk[g.k_rows.batch, :, g.k_rows.tokens] += g.dk
+            dv[g.k_rows.batch, :, g.k_rows.tokens] += g.dv
+        if not arrived:
+            yield from mail.wait(Moment.AFTER)
+            mail.gradients(row, own)
+        mail.bring_home(row, own)
+        yield from mail.post(step, Moment.AFTER)
+    yield from mail.close()
+    return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+
+class _Mail:
+    """One rank's buffers and messages during one pass."""
+
+    def __init__(self, job: Job, one: Pass, phase: int, own: tuple[Tensor, Tensor]) -> None:
+        self._job, self._pass, self._phase, self._own = job, one, phase, own
+        self._me = job.schedule.ring_rank
+        self._plan = int.from_bytes(job.schedule.inputs[:7], "little")
+        self._device = own[0].device
+        self._slots = {
+            key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
+            for key, rows in _slot_rows(one).items()
+        }
+        self._open: dict[Moment, tuple[Any, list[tuple[Tensor, Header, int]]]] = {}
+
+    def post(self, step: int, moment: Moment) -> Flow:
+        """Start the messages of one step and moment."""
+        transfers, expected = [], []
+        for row in self._pass.messages_of(step, moment):
+            payload, source = Payload(row[MessageColumn.PAYLOAD]), int(row[MessageColumn.SOURCE])
+            buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
+            header = Header(self._plan, self._job.call, self._phase, payload, step, source, buffer.numel())
+            action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
+            if action == Action.SEND:
+                if row[MessageColumn.SLOT] == OWN:
+                    self._pack(buffer, payload)
+                buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
+            else:
+                expected.append((buffer, header, peer))
+            what = f"{payload.name} of ring rank {source} at step {step}"
+            transfers.append(Transfer(action, peer, buffer, what))
+        if transfers:
+            self._open[moment] = ((yield transfers), expected)
+
+    def wait(self, moment: Moment) -> Flow:
+        """Wait for what was last posted at `moment`, and read the headers of what came."""
+        if moment not in self._open:
+            return
+        ticket, expected = self._open.pop(moment)
+        yield ticket
+        for buffer, header, peer in expected:
+            differences = header.differences(buffer[:HEADER_BYTES].cpu().view(torch.int64).numpy())
+            if differences:
+                raise TransferError(
+                    f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
+                    f"ring rank {peer} sent at step {header.step} must carry its own header; got "
+                    f"{', '.join(differences)}. A stale, reordered or foreign message; the result is not returned."
+                )
+
+    def close(self) -> Flow:
+        """Wait for everything and give the buffers back."""
+        for moment in Moment:
+            yield from self.wait(moment)
+        for buffer in self._slots.values():
+            self._job.pool.give_back(buffer)
+
+    def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
+        if row[StepColumn.SLOT] == OWN or len(self._pass.tiles_of(step)) == 0:
+            return self._own
+        return self._views(Payload.KV, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
+
+    def gradients(self, row: Any, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Where the gradients of a step's block gather; zeroed where the schedule says that they start here."""
+        if row[StepColumn.GRAD_SLOT] == OWN:
+            return own[0], own[1]
+        dk, dv = self._views(Payload.DKV, int(row[StepColumn.GRAD_SLOT]), int(row[StepColumn.SOURCE]))
+        if row[StepColumn.GRAD_FRESH]:
+            dk.zero_()
+            dv.zero_()
+        return dk, dv
+
+    def bring_home(self, row: Any, own: tuple[Tensor, ...]) -> None:
+        """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
+        if row[StepColumn.HOME_SLOT] == NONE:
+            return
+        for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), self._me), strict=True):
+            mine += theirs
+
+    def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
+        return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
+
+    def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
+        rows = int(self._job.schedule.tokens[source])
+        dtype = self._own[0].dtype if payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
+        buffer = self._buffer(payload, slot, rows)
+        first, second = (
+            buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for offset, shape in self._job.wire.segments(payload, rows)
+        )
+        return first, second
+
+    def _pack(self, buffer: Tensor, payload: Payload) -> None:
+        for view, mine in zip(self._views(payload, 0, self._me), self._own, strict=True):
+            view.copy_(mine)
+
+
+def _slot_rows(one: Pass) -> dict[tuple[Payload, int], int]:
+    """Buffers that a pass uses and the most rows each has to hold."""
+    rows: dict[tuple[Payload, int], int] = {}
+    for m in one.messages:
+        key = (Payload(m[MessageColumn.PAYLOAD]), max(int(m[MessageColumn.SLOT]), 0))
+        rows[key] = max(rows.get(key, 0), int(m[MessageColumn.ROW1]))
+    return rows

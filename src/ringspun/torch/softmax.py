@@ -1,0 +1,97 @@
+"""The softmax monoid in torch: merging partial results of attention over disjoint keys.
+
+The differentiable `merge` is for users; `RunningSoftmax` is the in-place accumulator that rings and kernels use. Both
+obey `ringspun.core.softmax`: ``(0, -inf)`` is the identity bit for bit, and zero weight selects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ringspun.errors import ShapeError
+from ringspun.torch.kernels.base import accumulator_dtype
+
+
+def merge(
+    out1: Float[Tensor, "*b T D"],
+    lse1: Float[Tensor, "*b T"],
+    out2: Float[Tensor, "*b T D"],
+    lse2: Float[Tensor, "*b T"],
+) -> tuple[Float[Tensor, "*b T D"], Float[Tensor, "*b T"]]:
+    """One attention result from two over disjoint sets of keys. Differentiable in all four.
+
+    Args:
+        out1, out2: normalised outputs. lse1, lse2: natural-log normalisers; -inf (or an op's +inf) marks a row that saw
+            no key; such a row may hold anything, NaN included.
+    Returns:
+        ``(out, lse)`` in the dtypes of `out1` and of fp32 (fp64 for fp64). A row empty in both gives 0 and -inf.
+    Raises:
+        ShapeError: shapes that do not fit.
+
+    >>> merge(torch.ones(1, 2), torch.zeros(1), torch.full((1, 2), 3.0), torch.zeros(1))[0]
+    tensor([[2., 2.]])
+
+    Source: FlashAttention-2 (arXiv 2307.08691), section 3.1, for two blocks.
+    """
+    if out1.shape != out2.shape or lse1.shape != lse2.shape or out1.shape[:-1] != lse1.shape:
+        raise ShapeError(
+            f"merge must get two out [..., T, D] and two lse [..., T]; got {tuple(out1.shape)}, {tuple(lse1.shape)}, "
+            f"{tuple(out2.shape)}, {tuple(lse2.shape)}."
+        )
+    dtype = accumulator_dtype(out1.dtype)
+    parts = []
+    for out, lse in ((out1, lse1), (out2, lse2)):
+        empty = torch.isinf(lse)
+        parts.append((out.to(dtype).masked_fill(empty[..., None], 0), lse.to(dtype).masked_fill(empty, 0), empty))
+    (a, lse_a, empty_a), (b, lse_b, empty_b) = parts
+    both = torch.logaddexp(lse_a, lse_b)
+    lse = torch.where(empty_a, torch.where(empty_b, -torch.inf, lse_b), torch.where(empty_b, lse_a, both))
+    safe = torch.where(empty_a & empty_b, 0.0, lse)
+    w_a = torch.exp(lse_a - safe).masked_fill(empty_a, 0)[..., None]
+    w_b = torch.exp(lse_b - safe).masked_fill(empty_b, 0)[..., None]
+    out = torch.where(w_a == 0, 0.0, a * w_a) + torch.where(w_b == 0, 0.0, b * w_b)
+    return out.to(out1.dtype), lse
+
+
+class RunningSoftmax:
+    """A partial result that grows in place. Starts as the identity; `add` merges a part of its rows.
+
+    Args:
+        shape: of `out`, ``[..., T, D]``. dtype: of both, fp32 or fp64.
+    """
+
+    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    @property
+    def out(self) -> Tensor:
+        """Normalised output over all keys added so far."""
+        if self._out is None:
+            self._out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self._out
+
+    @property
+    def lse(self) -> Tensor:
+        """Natural-log normaliser over all keys added so far; -inf where there were none."""
+        if self._lse is None:
+            self._lse = torch.full(self.shape[:-1], -torch.inf, dtype=self.dtype, device=self.device)
+        return self._lse
+
+    def add(self, rows: Any, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial result into ``self.out[rows]``; `out` may be overwritten."""
+        if self._out is None and self._lse is None and out.shape == self.shape:
+            self._out, self._lse = out.to(self.dtype), lse.to(self.dtype)
+            return
+        mine, mine_lse = self.out[rows], self.lse[rows]
+        lse = lse.to(self.dtype)
+        total = torch.logaddexp(mine_lse, lse)
+        safe = total.masked_fill(total == -torch.inf, 0.0)
+        keep, take = torch.exp(mine_lse - safe)[..., None], torch.exp(lse - safe)[..., None]
+        mine.mul_(keep).add_(out.to(self.dtype).mul_(take))
+        mine_lse.copy_(total)

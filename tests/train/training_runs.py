@@ -1,0 +1,87 @@
+"""Tiny runs for the tests of training, and the faults that some plant. Started processes import this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ringspun.train.config import TrainConfig
+from ringspun.train.data import Corpus, find_text
+from ringspun.train.launch import Job, work
+
+SEQ_LEN = 64
+
+
+def tiny_config(output: Path, **changes: Any) -> TrainConfig:
+    """Two layers of width 32 over 64 tokens, in float32."""
+    values: dict[str, Any] = {
+        "model": {"layers": 2, "hidden_size": 32, "intermediate_size": 48, "heads": 4, "kv_heads": 2},
+        "seq_len": SEQ_LEN,
+        "ranks": 1,
+        "dtype": "float32",
+        "steps": 6,
+        "lr": 1e-2,
+        "warmup_steps": 2,
+        "seed": 3,
+        "checkpoint_every": 2,
+        "output": str(output),
+    }
+    return TrainConfig.model_validate(values | changes)
+
+
+def write_text(folder: Path, *, lengths: tuple[int, ...] = (30, 7, 150, 1, 44, 90)) -> Corpus:
+    """Small files of seeded letters, and their corpus."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for number, length in enumerate(lengths):
+        letters = random.choice(list("abcdefgh "), size=length)
+        (folder / f"doc{number}.txt").write_text("".join(letters))
+    return find_text(folder)
+
+
+def losses(output: Path) -> list[float]:
+    """The losses that a run logged, by step."""
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+def world_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def die_in_step_4(step: int, model: nn.Module) -> None:
+    """The process is killed in the middle of a step: gradients are there, nothing is summed or saved."""
+    if step == 4 and world_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_checkpoint_4(step: int) -> None:
+    """The process is killed when the checkpoint's files are written but not yet in place."""
+    if step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def poison_rank_2_in_step_3(step: int, model: nn.Module) -> None:
+    """A NaN in the gradient of rank 2 alone."""
+    if step == 3 and world_rank() == 2:
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        gradient.view(-1)[5] = torch.nan
+
+
+def outcome(job: Job) -> str:
+    """A rank's own account of how its job ended, instead of a failure that the launcher would end the others for."""
+    try:
+        work(job)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "done"
