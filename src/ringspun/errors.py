@@ -1,19 +1,19 @@
 """Every exception and warning that ringspun raises on purpose.
 
-    RingspunError
-    ├── MaskError              (ValueError)    a mask that cannot be built or parsed
-    ├── LayoutError            (ValueError)    a layout that cannot deal these tokens
-    ├── PlanError              (ValueError)    a mask and a layout that do not go together
-    ├── ShapeError             (ValueError)    tensors that do not fit the plan
-    ├── DtypeError             (TypeError)     tensors of a type or device that cannot be used
-    ├── KernelRefused          (ValueError)    no kernel can do this call; lists every reason
-    ├── NotDifferentiable      (RuntimeError)  a derivative that is not defined here
-    ├── MissingExtra           (ImportError)   an optional dependency is absent; gives the install line
-    ├── PlanMismatchError      (RuntimeError)  ranks disagree about what to compute
-    ├── TransferError          (RuntimeError)  a block arrived that is not the one expected
-    └── PeerError              (RuntimeError)  a rank is dead, late, or reported its own failure
+RingspunError
+├── MaskError              (ValueError)    a mask that cannot be built or parsed
+├── LayoutError            (ValueError)    a layout that cannot deal these tokens
+├── PlanError              (ValueError)    a mask and a layout that do not go together
+├── ShapeError             (ValueError)    tensors that do not fit the plan
+├── DtypeError             (TypeError)     tensors of a type or device that cannot be used
+├── KernelRefused          (ValueError)    no kernel can do this call; lists every reason
+├── NotDifferentiable      (RuntimeError)  a derivative that is not defined here
+├── MissingExtra           (ImportError)   an optional dependency is absent; gives the install line
+├── PlanMismatchError      (RuntimeError)  ranks disagree about what to compute
+├── TransferError          (RuntimeError)  a block arrived that is not the one expected
+└── PeerError              (RuntimeError)  a rank is dead, late, or reported its own failure
 
-    RingspunWarning            (UserWarning)   a legal request that is very likely a mistake
+RingspunWarning            (UserWarning)   a legal request that is very likely a mistake
 """
 
 from __future__ import annotations

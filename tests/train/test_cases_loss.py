@@ -102,7 +102,5 @@ def test_targets_stay_inside_documents() -> None:
 def test_padding_and_documents_of_one_token_have_no_target() -> None:
     tokens = torch.arange(10, 18)[None]
     pieces, total = shards(tokens, [3, 1, 2], 3, Zigzag())
-    pairs = sorted(
-        (int(i), int(t)) for ids, ts in pieces for i, t in zip(ids, ts, strict=True) if t != IGNORED
-    )
+    pairs = sorted((int(i), int(t)) for ids, ts in pieces for i, t in zip(ids, ts, strict=True) if t != IGNORED)
     assert pairs == [(10, 11), (11, 12), (14, 15)] and total == 3

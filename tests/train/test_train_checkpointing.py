@@ -85,9 +85,7 @@ def test_interrupted_write_is_invisible(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
-@pytest.mark.parametrize(
-    "file", ["model/model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
-)
+@pytest.mark.parametrize("file", ["model/model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, file: str, damage: str) -> None:
     write(tmp_path, 1)
@@ -102,11 +100,7 @@ def test_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, file: str, dama
     warnings: list[str] = []
     found = latest(tmp_path, warn=warnings.append)
     assert found is not None and found.step == 1
-    assert (
-        len(warnings) == 1
-        and "step-000002 is damaged" in warnings[0]
-        and file.split("/")[-1][:8] in warnings[0]
-    )
+    assert len(warnings) == 1 and "step-000002 is damaged" in warnings[0] and file.split("/")[-1][:8] in warnings[0]
 
 
 def test_all_damaged_is_refused(tmp_path: Path) -> None:

@@ -62,9 +62,7 @@ def test_missing_key_and_missing_file(tmp_path: Path) -> None:
 
 
 def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
-    message = fault(
-        tmp_path, GOOD.replace("seq_len = 64", 'seq_len = "64"').replace("steps = 10", "steps = -1")
-    )
+    message = fault(tmp_path, GOOD.replace("seq_len = 64", 'seq_len = "64"').replace("steps = 10", "steps = -1"))
     assert "seq_len" in message and "'64'" in message
     assert "steps" in message and "-1" in message
 

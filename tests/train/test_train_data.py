@@ -67,9 +67,7 @@ def test_folders_are_read_in_a_fixed_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text("" if name == "empty.txt" else name)
     corpus = find_text(tmp_path, skip_folders=("tests", "__pycache__"))
     assert corpus.names == ("a/y.md", "b/x.py")
-    assert (
-        find_text(tmp_path / "a" / "z.csv").tokens == len("a/z.csv") + 1
-    )  # one file is read whatever its name
+    assert find_text(tmp_path / "a" / "z.csv").tokens == len("a/z.csv") + 1  # one file is read whatever its name
 
 
 def test_digest_sees_other_files(tmp_path: Path) -> None:

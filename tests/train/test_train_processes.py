@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(110)
 def test_killed_in_a_step_and_in_a_checkpoint_the_run_goes_on(tmp_path: Path) -> None:
-    """Rank 1 is killed in step 4; resumed, rank 0 is killed inside checkpoint 4; resumed on another ring, it ends."""
+    """Rank 1 is killed in step 4; resumed, rank 0 in checkpoint 4; resumed on another ring, it ends."""
     corpus = write_text(tmp_path / "text")
     launch.launch(Job(tiny_config(tmp_path / "whole"), corpus))  # in this process
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -128,16 +128,12 @@ def test_command_trains_and_moves_old_output_aside(tmp_path: Path) -> None:
     ],
     ids=["unknown key", "empty", "missing", "not text"],
 )
-def test_command_finds_faults_before_any_rank_starts(
-    tmp_path: Path, config: str, text: str | None, words: str
-) -> None:
+def test_command_finds_faults_before_any_rank_starts(tmp_path: Path, config: str, text: str | None, words: str) -> None:
     (tmp_path / "run.toml").write_text(config)
     if text is not None:
         (tmp_path / "a.txt").write_bytes(text.encode(errors="surrogateescape"))
     began = time.perf_counter()
-    result = command(
-        tmp_path / "run.toml", "--data", tmp_path / "a.txt", "--ranks", "4", "--output", tmp_path / "o"
-    )
+    result = command(tmp_path / "run.toml", "--data", tmp_path / "a.txt", "--ranks", "4", "--output", tmp_path / "o")
     assert result.exit_code == 1 and words in result.output
     assert "Traceback" not in result.output and not (tmp_path / "o").exists()
     assert time.perf_counter() - began < 2.0

@@ -71,9 +71,7 @@ def test_llama_on_a_ring_is_llama_in_one_process(size: int, layout: Any, dtype: 
 
     dense = tiny_llama().to(dtype)
     positions = torch.from_numpy(documents.positions(S))[None]
-    logits = dense(
-        ids, attention_mask=explicit_mask(documents, dtype), position_ids=positions, use_cache=False
-    ).logits
+    logits = dense(ids, attention_mask=explicit_mask(documents, dtype), position_ids=positions, use_cache=False).logits
     loss = token_loss(logits, targets, total_targets=count)
     loss.backward()
 
@@ -82,18 +80,14 @@ def test_llama_on_a_ring_is_llama_in_one_process(size: int, layout: Any, dtype: 
     local = part.shard_batch({"input_ids": ids, "labels": ids})
     assert local["num_items_in_batch"] == count
     plan = part.plan(Causal() & documents)
-    ring_logits = ring(
-        input_ids=local["input_ids"], position_ids=local["position_ids"], ringspun_plan=plan
-    ).logits
+    ring_logits = ring(input_ids=local["input_ids"], position_ids=local["position_ids"], ringspun_plan=plan).logits
     ring_loss = token_loss(ring_logits, local["shift_labels"], total_targets=count)
     ring_loss.backward()
 
     bound = 1e-12 if dtype == torch.float64 else 2e-5
     real = sum(LENGTHS)
     torch.testing.assert_close(ring_loss, loss, rtol=bound, atol=bound)
-    torch.testing.assert_close(
-        part.gather(ring_logits, dim=1)[:, :real], logits[:, :real], rtol=bound, atol=bound
-    )
+    torch.testing.assert_close(part.gather(ring_logits, dim=1)[:, :real], logits[:, :real], rtol=bound, atol=bound)
     expected, found = gradients(dense), gradients(ring)
     assert expected.keys() == found.keys()
     for name, reference in expected.items():
@@ -120,7 +114,7 @@ def test_P1_positions_omitted_are_filled_in() -> None:
     expected = dense(ids, use_cache=False).logits
     for size, layout in RINGS:
         part = ring_of(size, layout, seq_len=12)
-        logits = ring(input_ids=part.shard(ids), ringspun_plan=part.plan(Causal())).logits
+        logits = ring(input_ids=part.shard(ids, dim=1), ringspun_plan=part.plan(Causal())).logits
         torch.testing.assert_close(part.gather(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -131,11 +125,9 @@ def test_P1_positions_omitted_without_prepare_are_refused() -> None:
     model = tiny_llama()
     model.set_attn_implementation("ringspun")
     part = ring_of(2)
-    with pytest.raises(
-        UnsupportedByRing, match=r"position_ids must be this shard's global positions; got 0, 1, 2"
-    ):
+    with pytest.raises(UnsupportedByRing, match=r"position_ids must be this shard's global positions; got 0, 1, 2"):
         model(
-            input_ids=part.shard(torch.zeros(1, S, dtype=torch.long)),
+            input_ids=part.shard(torch.zeros(1, S, dtype=torch.long), dim=1),
             ringspun_plan=part.plan(Causal()),
             use_cache=False,
         )
@@ -149,8 +141,7 @@ def test_a_token_of_one_document_moves_no_other() -> None:
     changed = ids.clone()
     changed[0, 0] = 60
     before, after = (
-        part.gather(model(input_ids=part.shard(x), ringspun_plan=plan).logits, dim=1)[0]
-        for x in (ids, changed)
+        part.gather(model(input_ids=part.shard(x, dim=1), ringspun_plan=plan).logits, dim=1)[0] for x in (ids, changed)
     )
     rows = (before != after).any(dim=1)
     assert rows[:14].any() and not rows[14:].any()
@@ -219,9 +210,7 @@ def test_dropout_is_ignored_in_evaluation() -> None:
 def test_cache_and_cross_attention_are_refused() -> None:
     part = ring_of(2)
     q, longer = torch.randn(1, 2, S, 8), torch.randn(1, 2, S + 3, 8)
-    with pytest.raises(
-        UnsupportedByRing, match=r"keys must be those of the same 29 tokens as the queries; got 32"
-    ):
+    with pytest.raises(UnsupportedByRing, match=r"keys must be those of the same 29 tokens as the queries; got 32"):
         attention(
             torch.nn.Identity(),
             q,

@@ -79,7 +79,7 @@ def poison_rank_2_in_step_3(step: int, model: nn.Module) -> None:
 
 
 def outcome(job: Job) -> str:
-    """A rank's own account of how its job ended, instead of a failure that the launcher would end the others for."""
+    """A rank's own account of how its job ended; a failure would make the launcher end the others."""
     try:
         work(job)
     except Exception as problem:

@@ -1,6 +1,7 @@
 """Masks: which query position may look at which key position. Frozen values that combine with ``&`` and ``|``.
 
-A mask speaks of *global* positions and knows nothing of ranks, shards or kernels. It states itself twice: as a predicate
+A mask speaks of *global* positions and knows nothing of ranks, shards or kernels. It states itself twice: as a
+predicate
 (`Mask.allowed`, the definition) and as disjoint regions (`Mask.regions`, what everything else computes with); the tests
 hold one against the other. ``d = q - k`` below is how far a key lies behind its query.
 
@@ -84,7 +85,7 @@ class And(Mask):
     masks: tuple[Mask, ...]
 
     def allowed(self, q: Positions, k: Positions) -> Allowed:
-        return np.logical_and.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks)))
+        return np.asarray(np.logical_and.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks))))
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
         first, *others = (m.regions(q_len, k_len) for m in self.masks)
@@ -103,7 +104,7 @@ class Or(Mask):
     masks: tuple[Mask, ...]
 
     def allowed(self, q: Positions, k: Positions) -> Allowed:
-        return np.logical_or.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks)))
+        return np.asarray(np.logical_or.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks))))
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
         first, *others = (m.regions(q_len, k_len) for m in self.masks)
@@ -149,7 +150,7 @@ class Band(Mask):
 
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         lo, hi = self._bounds()
-        return (lo <= q - k) & (q - k <= hi)
+        return np.asarray((lo <= q - k) & (q - k <= hi))
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
         return rg.rectangle(0, q_len, 0, k_len, *self._bounds())
@@ -171,7 +172,7 @@ class Causal(Mask):
     """A query sees itself and every key before it: ``0 <= q - k``."""
 
     def allowed(self, q: Positions, k: Positions) -> Allowed:
-        return q >= k
+        return np.asarray(q >= k)
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
         return rg.rectangle(0, q_len, 0, k_len, lo=0)
@@ -205,7 +206,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Chunks(Mask):
-    """Local chunks (Llama 4): query and key in the same chunk of `size` tokens. Combine with `Causal()` for decoding."""
+    """Local chunks (Llama 4): query and key in the same chunk of `size` tokens. With `Causal()` for decoding."""
 
     size: int
 
@@ -213,7 +214,7 @@ class Chunks(Mask):
         object.__setattr__(self, "size", _integer("Chunks size", self.size, least=1))
 
     def allowed(self, q: Positions, k: Positions) -> Allowed:
-        return q // self.size == k // self.size
+        return np.asarray(q // self.size == k // self.size)
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
         starts = np.arange(0, min(q_len, k_len), self.size)
@@ -334,7 +335,7 @@ class Documents(Mask):
 
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         i = self.index(q)
-        return (i == self.index(k)) & (i >= 0)
+        return np.asarray((i == self.index(k)) & (i >= 0))
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
         self.check(min(q_len, k_len))
@@ -349,9 +350,7 @@ class Documents(Mask):
 
 def _check_documents(sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
     if len(starts) != len(sizes):
-        raise MaskError(
-            f"document starts must be one per document; got {len(starts)} starts for {len(sizes)} lengths."
-        )
+        raise MaskError(f"document starts must be one per document; got {len(starts)} starts for {len(sizes)} lengths.")
     wrong = np.flatnonzero(starts[1:] < starts[:-1] + sizes[:-1])
     if (len(starts) and starts[0] < 0) or len(wrong):
         i = int(wrong[0]) + 1 if len(wrong) else 0
@@ -445,9 +444,7 @@ def _squares(start: Positions, stop: Positions, q_len: int, k_len: int) -> rg.Ta
     return _rectangles(start, stop, start, stop, q_len, k_len)
 
 
-def _rectangles(
-    q0: Positions, q1: Positions, k0: Positions, k1: Positions, q_len: int, k_len: int
-) -> rg.Table:
+def _rectangles(q0: Positions, q1: Positions, k0: Positions, k1: Positions, q_len: int, k_len: int) -> rg.Table:
     wide = np.full(len(q0), rg.UNBOUNDED, np.int64)
     columns = [q0, np.minimum(q1, q_len), k0, np.minimum(k1, k_len), -wide, wide]
     return rg.tighten(np.stack(columns, axis=1).astype(np.int64))

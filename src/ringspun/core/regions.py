@@ -53,7 +53,8 @@ def count(regions: Table) -> NDArray[np.int64]:
     off = q0 - k0  # q - k = off + (i - j) with i < n, j < m
 
     def below(bound: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pairs of the n x m rectangle with i - j <= bound: m - 1 + bound + 1 anti-diagonals, trapezoid by triangles."""
+        """Pairs of the n x m rectangle with i - j <= bound: m - 1 + bound + 1 anti-diagonals, trapezoid by
+        triangles."""
         s = np.clip(bound + m, 0, n + m)  # number of diagonals taken, counted from the corner (0, m - 1)
 
         def triangle(x: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -47,7 +47,8 @@ class Pass:
     def messages_of(self, step: int, moment: Moment) -> NDArray[np.int64]:
         """Messages that `step` posts at `moment`, ``[n, 11]``."""
         m = self.messages
-        return m[(m[:, MessageColumn.STEP] == step) & (m[:, MessageColumn.MOMENT] == moment)]
+        chosen: NDArray[np.int64] = m[(m[:, MessageColumn.STEP] == step) & (m[:, MessageColumn.MOMENT] == moment)]
+        return chosen
 
     @property
     def pairs(self) -> NDArray[np.int64]:

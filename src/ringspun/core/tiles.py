@@ -2,12 +2,13 @@
 
 A tile is ``batch rows [b0, b1), query rows [q0, q1), key rows [k0, k1), lo <= i - j <= hi`` where i and j count rows of
 the local query shard and of the received key block. ``b1 = -1`` is every batch row. All tiles of a rank are one int64
-array ``[n, 8]``. Bands stay bands as long as a kernel can use them; `lower` cuts them into exactly three kinds for those
-that cannot.
+array ``[n, 8]``. Bands stay bands as long as a kernel can use them; `lower` cuts them into exactly three kinds for
+those that cannot.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from enum import IntEnum
 
@@ -32,9 +33,7 @@ def count_pairs(tiles: Tiles) -> NDArray[np.int64]:
     return rg.count(tiles[:, REGION])
 
 
-def build(
-    queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
-) -> tuple[Tiles, NDArray[np.int64]]:
+def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
     """All tiles of one rank against every rank's keys, coalesced: ``(tiles [n, 8], source rank of each [n])``.
 
     Sorted by source, then rows. Warns when a layout and a mask make more than a million of them.
@@ -97,7 +96,7 @@ def _chunks(sizes: NDArray[np.int64]) -> list[slice]:
         return [slice(0, len(sizes))]
     cuts = np.searchsorted(ends, np.arange(CHUNK, int(ends[-1]), CHUNK)) + 1
     edges = [0, *np.unique(cuts).tolist(), len(sizes)]
-    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]
+    return [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def _clip_to_runs(
@@ -194,9 +193,7 @@ def _coalesce(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[n
     return tiles[order], source[order]
 
 
-def _join_neighbours(
-    tiles: Tiles, source: NDArray[np.int64]
-) -> tuple[Tiles, NDArray[np.int64], bool]:
+def _join_neighbours(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64], bool]:
     if len(tiles) < 2:
         return tiles, source, False
     a, b = tiles[:-1], tiles[1:]
@@ -230,8 +227,8 @@ class Kind(IntEnum):
 def lower(tiles: Tiles) -> tuple[Tiles, NDArray[np.int64]]:
     """Cut band tiles into rectangles of exactly three kinds: ``(tiles [m, 8], kind of each [m])``.
 
-    Every allowed pair is in exactly one piece, and every row of a piece sees at least one key of it. The band columns of
-    a piece repeat its kind's bound.
+    Every allowed pair is in exactly one piece, and every row of a piece sees at least one key of it. The band columns
+    of a piece repeat its kind's bound.
     """
     pieces: list[Tiles] = []
     kinds: list[int] = []

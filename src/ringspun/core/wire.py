@@ -1,8 +1,8 @@
 """The wire: what one message looks like. One buffer of bytes: a 64-byte header, then segments at multiples of 64 bytes.
 
-    offset 0            64                  64 + aligned(K)
-    | header (8 x int64) | K [B, H, T, D]    | V [B, H, T, Dv]     |      (payload KV, in the inputs' dtype)
-    | header             | dK [B, H, T, D]   | dV [B, H, T, Dv]    |      (payload DKV, in the accumulators' dtype)
+offset 0            64                  64 + aligned(K)
+| header (8 x int64) | K [B, H, T, D]    | V [B, H, T, Dv]     |      (payload KV, in the inputs' dtype)
+| header             | dK [B, H, T, D]   | dV [B, H, T, Dv]    |      (payload DKV, in the accumulators' dtype)
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Header:
         """What the received `words` say otherwise, one phrase a field."""
         names = ["magic", *(f.name for f in fields(self))]
         return [
-            f"{name} {int(got):#x} instead of {int(want):#x}" if name in ("magic", "plan") else f"{name} {got} instead of {want}"
+            f"{name} {int(got):#x} instead of {int(want):#x}"
+            if name in ("magic", "plan")
+            else f"{name} {got} instead of {want}"
             for name, want, got in zip(names, self.pack().tolist(), words.tolist(), strict=True)
             if want != got
         ]

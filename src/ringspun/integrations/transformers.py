@@ -177,7 +177,7 @@ def _plan(plan: Plan | None) -> Plan:
 
 
 def _has_documents(plan: Plan) -> bool:
-    return getattr(plan.partition, "documents", None) is not None
+    return plan.partition.documents is not None
 
 
 def _text_config(model: nn.Module) -> Any:

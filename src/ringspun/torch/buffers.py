@@ -11,8 +11,8 @@ KEPT = 12
 
 
 class BufferPool:
-    """Byte tensors that outlive a call. A buffer is given back only when every message that uses it is done; a call that
-    fails keeps its buffers, because somebody may still be writing into them.
+    """Byte tensors that outlive a call. A buffer is given back only when every message that uses it is done; a call
+    that fails keeps its buffers, because somebody may still be writing into them.
 
     Args:
         kept: idle buffers held at most; the longest unused are dropped.

@@ -1,9 +1,9 @@
 """`ContextParallel`, `Partition` and `Plan`: what a user holds.
 
-    cp   = ContextParallel(group, layout=Zigzag())        # the ring
-    part = cp.partition(seq_len=S, documents=docs)        # who holds which token
-    plan = part.plan(Causal() & docs)                     # what to compute
-    out  = plan.attention(q, k, v)                        # [B, H, T, D]
+cp   = ContextParallel(group, layout=Zigzag())        # the ring
+part = cp.partition(seq_len=S, documents=docs)        # who holds which token
+plan = part.plan(Causal() & docs)                     # what to compute
+out  = plan.attention(q, k, v)                        # [B, H, T, D]
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ class Partition:
         Args:
             batch: `input_ids`, optionally `labels` (-100: no target); other ``[B, S]`` tensors are sharded alike.
         Returns:
-            the shards ``[B, T]``; `position_ids` (restarting in each document where there are documents); with `labels`,
+            the shards ``[B, T]``; `position_ids` (restarting in each document where there are documents); with
+            `labels`,
             `shift_labels` (the next token of the same document, -100 at its end) and `num_items_in_batch`, the number
             of targets of the whole sequence, equal on all ranks.
         Raises:
@@ -234,7 +235,9 @@ def _driver(group: Any, timeout_s: float) -> Driver:
             return Loopback(1)
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(f"group must be a process group that this rank belongs to, a mesh or a Loopback; got {group!r}.")
+        raise PlanError(
+            f"group must be a process group that this rank belongs to, a mesh or a Loopback; got {group!r}."
+        )
     if dist.get_world_size(group) == 1:
         return Loopback(1)
     backend = str(dist.get_backend(group))

@@ -95,7 +95,9 @@ def _context(group: dist.ProcessGroup | Loopback | None, layout: Layout) -> Cont
     key = (0 if single else id(group), str(layout))
     with _lock:
         found = _contexts.get(key)
-        if found is None or (group is not None and not single and getattr(found.driver, "group", found.driver) is not group):
+        if found is None or (
+            group is not None and not single and getattr(found.driver, "group", found.driver) is not group
+        ):
             found = ContextParallel(group, layout=layout)
             _contexts[key] = found
         _contexts.move_to_end(key)

@@ -1,8 +1,8 @@
 """The op pair: ``ringspun::attention`` and ``ringspun::attention_backward``.
 
 Eager, compiled and checkpointed runs all go through these two. Plans enter as int handles: a distinct string or object
-per call would recompile a graph for every new plan, an int does not. The registry holds plans strongly, because backward
-may come after the caller dropped its plan.
+per call would recompile a graph for every new plan, an int does not. The registry holds plans strongly, because
+backward may come after the caller dropped its plan.
 """
 
 from __future__ import annotations

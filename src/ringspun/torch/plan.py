@@ -19,7 +19,7 @@ from ringspun.core.wire import Format
 from ringspun.errors import DtypeError, PlanError, RingspunError, ShapeError
 from ringspun.torch import ring, sharding
 from ringspun.torch.kernels import Call, Kernel, choose
-from ringspun.torch.kernels.base import Saved, StepTiles, accumulator_dtype
+from ringspun.torch.kernels.base import Rows, Saved, StepTiles, accumulator_dtype
 from ringspun.torch.ops import REGISTRY, attention_op
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ class Plan:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} {where}"
         rows = self.partition.local_tokens
         if not (q.shape[2] == k.shape[2] == v.shape[2] == rows):
-            raise ShapeError(f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. Shard them by plan.partition.")
+            raise ShapeError(
+                f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. Shard them by plan.partition."
+            )
         if not (q.shape[0] == k.shape[0] == v.shape[0]) or k.shape[1] != v.shape[1]:
             raise ShapeError(f"q, k and v must share B, and k and v their heads; got {shapes}.")
         if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -170,11 +172,6 @@ class Plan:
             for schedule, tiles in zip(self.schedules, self._tiles, strict=True)
         ]
 
-    def _split(self, *tensors: Tensor | None) -> list[list[Tensor | None]]:
-        """Per rank that this process plays, its rows of each ``[B, H, T, ...]`` tensor."""
-        rows = sharding.slices(self._core, self._context.driver.ring_ranks)
-        return [[None if x is None else x[:, :, r] for x in tensors] for r in rows]
-
     def __repr__(self) -> str:
         return f"Plan(mask={str(self.mask)[:60]}, {self.partition!r})"
 
@@ -194,9 +191,12 @@ class _Executable:
         plan, wire, kernel = self.plan, _wire(q, k, v), choose(_call(q, k, v), self.kernel)
         plan._agree(_TOPIC, _facts(wire, kernel, scale))
         if q.shape[0] == 0:
-            return q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+            return q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(
+                q.shape[:-1], dtype=accumulator_dtype(q.dtype)
+            )
         jobs = plan._jobs(wire, kernel, scale)
-        programs = [ring.forward(job, *parts) for job, parts in zip(jobs, plan._split(q, k, v), strict=True)]  # type: ignore[arg-type]
+        rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
+        programs = [ring.forward(job, q[:, :, r], k[:, :, r], v[:, :, r]) for job, r in zip(jobs, rows, strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = plan._context.driver.run(programs)
         return _joined([r[0] for r in results], q), _joined([r[1] for r in results], q)
@@ -224,8 +224,12 @@ class _Executable:
         if dlse is not None:
             delta -= dlse
         jobs = plan._jobs(wire, kernel, scale)
-        parts = plan._split(q, k, v, out, lse, dout, dlse, delta)
-        programs = [ring.backward(job, *p[:3], Saved(*p[3:])) for job, p in zip(jobs, parts, strict=True)]  # type: ignore[arg-type]
+        rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
+        saved = Saved(out, lse, dout, dlse, delta)
+        programs = [
+            ring.backward(job, q[:, :, r], k[:, :, r], v[:, :, r], saved.rows(Rows(slice(None), r)))
+            for job, r in zip(jobs, rows, strict=True)
+        ]
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = zip(*plan._context.driver.run(programs), strict=True)
         return _joined(dq, q), _joined(dk, k), _joined(dv, v)
@@ -251,7 +255,8 @@ def _facts(wire: Format, kernel: Kernel, scale: float) -> dict[str, str]:
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What autocast does to scaled_dot_product_attention: float tensors to the device's autocast dtype, but not float64."""
+    """What autocast does to scaled_dot_product_attention: float tensors to the device's autocast dtype, but not
+    float64."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if not torch.is_autocast_enabled(device):
         return q, k, v

@@ -58,10 +58,9 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     return running.out.to(q.dtype), running.lse
 
 
-def backward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved
-) -> RankProgram[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's ``(dq, dk, dv)``, each in its input's dtype. Blocks go round again; their gradients follow them home."""
+def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, Tensor, Tensor]]:
+    """This rank's ``(dq, dk, dv)``, each in its input's dtype. Blocks go round again; their gradients follow them
+    home."""
     one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
     mail = _Mail(job, one, 1, (k, v))
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)

@@ -76,7 +76,7 @@ def save(
     place, partial = folder / f"{_PREFIX}{step:06d}", folder / f"{_PARTIAL}{_PREFIX}{step:06d}"
     _discard_leftovers(folder)
     partial.mkdir(parents=True)
-    cast(Any, model).save_pretrained(partial / "model")
+    _save_model(model, partial / "model")
     save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
     save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
     (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
@@ -141,6 +141,19 @@ def move_aside(folder: Path) -> Path | None:
         number += 1
     folder.rename(target)
     return target
+
+
+def _save_model(model: nn.Module, path: Path) -> None:
+    """`save_pretrained` without its progress bar, which would tear ours apart."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        cast(Any, model).save_pretrained(path)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -152,7 +152,8 @@ def _start_method() -> str:
     """A server that has imported the heavy packages once and forks each rank, where the system has such."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    multiprocessing.set_forkserver_preload(["torch", "transformers.models.llama", "ringspun.train.loop"])
+    heavy = ["ringspun.torch", "ringspun.train.proof", "transformers.models.llama.modeling_llama"]
+    multiprocessing.set_forkserver_preload(heavy)
     return "forkserver"
 
 

@@ -228,18 +228,19 @@ def _publish(proof: Proof, run: Run) -> None:
 def _gradient_table(proof: Proof) -> Table:
     table = Table(title=f"ring of {proof.ranks} against one process, {proof.seq_len:,} tokens, float32")
     table.add_column("value")
-    for title in ("largest value", "largest difference", "difference / value"):
+    for title in ("largest", "difference", "difference / largest"):
         table.add_column(title, justify="right")
     difference = abs(proof.loss_ring - proof.loss_one_process)
     table.add_row("loss", f"{proof.loss_one_process:.6f}", f"{difference:.1e}", f"{proof.loss_error:.1e}")
     table.add_section()
     for g in proof.gradients:
-        table.add_row(g.name, f"{g.largest:.2e}", f"{g.difference:.1e}", f"{g.error:.1e}")
+        name = g.name.removeprefix("model.").removesuffix(".weight")
+        table.add_row(name, f"{g.largest:.2e}", f"{g.difference:.1e}", f"{g.error:.1e}")
     return table
 
 
 def _memory_table(proof: Proof) -> Table:
-    table = Table(title="attention memory of one layer, forward and backward, measured")
+    table = Table(title="peak memory of one layer's attention")
     table.add_column("held by")
     table.add_column("MiB", justify="right")
     table.add_column("of one process", justify="right")

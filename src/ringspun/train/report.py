@@ -90,7 +90,7 @@ class Report:
             for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
                 self._board.add_scalar(f"train/{key}", values[key], record.step)
         if record.peak_bytes:
-            self._peak = f", peak of a step per rank {max(record.peak_bytes) / MIB:.0f} MiB"
+            self._peak = f", peak of a step per rank {max(record.peak_bytes) / MIB:,.1f} MiB"
         figures = f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s{self._peak}"
         self._bar.update(self._task, completed=record.step, figures=figures)
         if self._bar.disable and (

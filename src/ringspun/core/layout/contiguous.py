@@ -1,4 +1,5 @@
-"""Contiguous: rank r holds the r-th slice. Balanced for full masks and windows; under a causal mask the last rank works most."""
+"""Contiguous: rank r holds the r-th slice. Balanced for full masks and windows; under a causal mask the last rank
+works most."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ringspun.core.mask import Documents
 class Contiguous(Layout):
     """Slice r to rank r; slices differ by at most one token.
 
-        8 tokens, 4 ranks    rank 0: 0 1    rank 1: 2 3    rank 2: 4 5    rank 3: 6 7
+    8 tokens, 4 ranks    rank 0: 0 1    rank 1: 2 3    rank 2: 4 5    rank 3: 6 7
     """
 
     def deal(self, seq_len: int, ring_size: int, documents: Documents | None) -> Runs:

@@ -1,4 +1,5 @@
-"""Striped: tokens (or blocks of them) dealt round robin, so that a causal mask gives every pair of ranks half a square."""
+"""Striped: tokens (or blocks of them) dealt round robin, so that a causal mask gives every pair of ranks half a
+square."""
 
 from __future__ import annotations
 

@@ -131,5 +131,11 @@ def messages(
 def legs(steps: Rows, tables: list[Rows]) -> Legs:
     """A pass from its steps and its messages in any order."""
     table = np.concatenate(tables)
-    keys = (MessageColumn.SOURCE, MessageColumn.PAYLOAD, MessageColumn.ACTION, MessageColumn.MOMENT, MessageColumn.STEP)
+    keys = (
+        MessageColumn.SOURCE,
+        MessageColumn.PAYLOAD,
+        MessageColumn.ACTION,
+        MessageColumn.MOMENT,
+        MessageColumn.STEP,
+    )
     return Legs(steps, table[np.lexsort(tuple(table[:, c] for c in keys))])

@@ -98,23 +98,29 @@ class BoundRing(BoundRoute):
         return steps
 
     def _rows(
-        self, t: Rows, moment: Moment, action: Action, payload: int, peer: Rows | int, source: Rows, slot: Rows | int
+        self,
+        t: Rows,
+        moment: Moment,
+        action: Action,
+        payload: int,
+        peer: Rows | int,
+        source: Rows,
+        slot: Rows | int,
     ) -> Rows:
-        return messages(
-            t, moment, action, payload, peers=peer, sources=source, tokens=self.tokens, slots=slot
-        )
+        return messages(t, moment, action, payload, peers=peer, sources=source, tokens=self.tokens, slots=slot)
 
     def _blocks(self, ring_rank: int) -> list[Rows]:
         """Step t sends the block it computes with to the next rank and receives the next step's from the previous."""
         size, t = len(self.tokens), np.arange(self._hops)
         tables = []
-        for action, source in ((Action.SEND, (ring_rank - t) % size), (Action.RECEIVE, (ring_rank - t - 1) % size)):
+        for action, source in (
+            (Action.SEND, (ring_rank - t) % size),
+            (Action.RECEIVE, (ring_rank - t - 1) % size),
+        ):
             goes = t < self.last[source]
             peer = (ring_rank + (1 if action == Action.SEND else -1)) % size
             slot = np.where(t == 0, OWN, t % SLOTS) if action == Action.SEND else (t + 1) % SLOTS
-            tables.append(
-                self._rows(t[goes], Moment.BEFORE, action, Payload.KV, peer, source[goes], slot[goes])
-            )
+            tables.append(self._rows(t[goes], Moment.BEFORE, action, Payload.KV, peer, source[goes], slot[goes]))
         return tables
 
     def _gradients(self, ring_rank: int, t: Rows, source: Rows) -> list[Rows]:

@@ -96,5 +96,6 @@ class Driver(ABC):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
 
+    @abstractmethod
     def report(self, failure: Exception) -> None:
         """Leave this rank's error where peers that time out will read it."""

@@ -7,6 +7,8 @@ is known only by the timeout, so before it waits a rank leaves a note in the gro
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,7 +70,9 @@ class Gloo(Driver):
             raise
 
     def _post(self, transfers: list[Transfer]) -> _Works:
-        what = ", ".join(f"{t.what} {'to' if t.action == Action.SEND else 'from'} ring rank {t.peer}" for t in transfers)
+        what = ", ".join(
+            f"{t.what} {'to' if t.action == Action.SEND else 'from'} ring rank {t.peer}" for t in transfers
+        )
         operations = []
         for t in transfers:
             sends = t.action == Action.SEND
@@ -83,7 +87,7 @@ class Gloo(Driver):
 
     def _wait(self, works: list[Any], what: str) -> None:
         for work in works:
-            self._guarded(lambda work=work: work.wait(self._timeout), what)
+            self._guarded(functools.partial(work.wait, self._timeout), what)
 
     def _guarded(self, action: Callable[[], Any], what: str) -> Any:
         """Run a torch.distributed call; its failure becomes a `PeerError` that says who, what, and what peers said."""
@@ -93,8 +97,8 @@ class Gloo(Driver):
             raise
         except RuntimeError as problem:
             raise PeerError(
-                f"ring rank {self.ring_rank} of {self.size}: {what} must finish within {self._timeout.total_seconds():g} s; "
-                f"got {str(problem).splitlines()[0]}.{self._last_words()}"
+                f"ring rank {self.ring_rank} of {self.size}: {what} must finish within "
+                f"{self._timeout.total_seconds():g} s; got {str(problem).splitlines()[0]}.{self._last_words()}"
             ) from problem
 
     # -- agreement ---------------------------------------------------------------------------------------------------
@@ -102,35 +106,33 @@ class Gloo(Driver):
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         note = {"topic": topic, "fields": fields, "error": _describe(failure) if failure else None}
         self._leave(note)
-        brought = torch.frombuffer(bytearray(FAILED if failure else digest), dtype=torch.uint8)
-        gathered = [torch.empty_like(brought) for _ in range(self.size)]
-        work = self._guarded(lambda: dist.all_gather(gathered, brought, group=self.group, async_op=True), topic)
-        self._wait([work], f"agreement on {topic}")
+        digests = self._exchange(FAILED if failure else digest, [32] * self.size, topic)
+        if failure is None and all(d == digest for d in digests):
+            return
+        notes = self._exchange_notes(note, topic)  # every rank sees the difference, so every rank comes here
         if failure is not None:
             raise failure
-        digests = [bytes(g.tolist()) for g in gathered]
-        if all(d == digest for d in digests):
-            return
         for rank, other in enumerate(digests):
             if other == FAILED:
-                raise PeerError(f"ring rank {rank} failed in {topic}: {(self._note(rank) or {}).get('error')}")
-        raise PlanMismatchError(self._mismatch(topic, digests))
+                raise PeerError(f"ring rank {rank} failed in {topic}: {notes[rank]['error']}")
+        raise PlanMismatchError(_mismatch(topic, digests, notes))
 
-    def _mismatch(self, topic: str, digests: list[bytes]) -> str:
-        """Names the ranks in the minority and the fields in which they differ."""
-        notes = [self._note(rank) or {"topic": "?", "fields": {}} for rank in range(self.size)]
-        usual = max(digests, key=digests.count)
-        odd = [rank for rank, d in enumerate(digests) if d != usual]
-        one, other = notes[digests.index(usual)], notes[odd[0]]
-        if one["topic"] != other["topic"]:
-            found = f"ring rank {odd[0]} is in {other['topic']} while others are in {one['topic']}"
-        else:
-            found = "; ".join(
-                f"{name} is {other['fields'].get(name)} on ring rank {odd[0]} and {value} on ring rank {digests.index(usual)}"
-                for name, value in one["fields"].items()
-                if other["fields"].get(name) != value
-            )
-        return f"{topic} must be the same on all ranks; {found or 'the digests differ'} (odd ranks: {odd})."
+    def _exchange(self, mine: bytes, lengths: Sequence[int], topic: str) -> list[bytes]:
+        """Every rank's bytes, of known lengths."""
+        padded = mine.ljust(max(lengths), b"\0")
+        brought = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        gathered = [torch.empty_like(brought) for _ in range(self.size)]
+        what = f"agreement on {topic}"
+        work = self._guarded(lambda: dist.all_gather(gathered, brought, group=self.group, async_op=True), what)
+        self._wait([work], what)
+        return [bytes(g.tolist())[:n] for g, n in zip(gathered, lengths, strict=True)]
+
+    def _exchange_notes(self, note: dict[str, Any], topic: str) -> list[dict[str, Any]]:
+        """Every rank's note; lengths travel first, because gloo has no uneven all_gather."""
+        mine = json.dumps(note).encode()
+        lengths = self._exchange(len(mine).to_bytes(8, "little"), [8] * self.size, topic)
+        sizes = [int.from_bytes(n, "little") for n in lengths]
+        return [json.loads(text) for text in self._exchange(mine, sizes, topic)]
 
     # -- notes in the store ------------------------------------------------------------------------------------------
 
@@ -138,10 +140,8 @@ class Gloo(Driver):
         self._leave({"topic": "a failed call", "fields": {}, "error": _describe(failure)})
 
     def _leave(self, note: dict[str, Any]) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the store's host is gone: the wait that follows will say so
             self._store.set(f"ringspun/{self.ring_rank}", json.dumps(note))
-        except RuntimeError:
-            pass  # the store's host is gone: the wait that follows will say so
 
     def _note(self, ring_rank: int) -> dict[str, Any] | None:
         key = f"ringspun/{ring_rank}"
@@ -152,7 +152,7 @@ class Gloo(Driver):
 
     def _last_words(self) -> str:
         """What the peers' notes say: errors first, else where each was."""
-        words = []
+        words: list[str] = []
         for rank in range(self.size):
             note = self._note(rank) if rank != self.ring_rank else None
             if note and note["error"]:
@@ -179,6 +179,23 @@ class Gloo(Driver):
         work = self._guarded(lambda: dist.all_reduce(total, group=self.group, async_op=True), "all-reduce")
         self._wait([work], "all-reduce")
         return total
+
+
+def _mismatch(topic: str, digests: list[bytes], notes: list[dict[str, Any]]) -> str:
+    """Names the ranks in the minority and the fields in which they differ."""
+    usual = max(digests, key=digests.count)
+    odd = [rank for rank, d in enumerate(digests) if d != usual]
+    most = digests.index(usual)
+    one, other = notes[most], notes[odd[0]]
+    if one["topic"] != other["topic"]:
+        found = f"ring rank {odd[0]} is in {other['topic']} while ring rank {most} is in {one['topic']}"
+    else:
+        found = "; ".join(
+            f"{name} is {other['fields'].get(name)} on ring rank {odd[0]} and {value} on ring rank {most}"
+            for name, value in one["fields"].items()
+            if other["fields"].get(name) != value
+        )
+    return f"{topic} must be the same on all ranks; {found or 'the digests differ'} (odd ranks: {odd})."
 
 
 def _describe(failure: Exception) -> str:

@@ -44,7 +44,8 @@ class _Link:
 
 
 class Loopback(Driver):
-    """All ranks of a ring in this thread. `ContextParallel(Loopback(4))` takes and returns all shards joined in rank order.
+    """All ranks of a ring in this thread. `ContextParallel(Loopback(4))` takes and returns all shards joined in rank
+    order.
 
     Args:
         size: ranks R. seed: order in which runnable ranks advance; the results never depend on it.
@@ -125,6 +126,9 @@ class Loopback(Driver):
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         if failure is not None:
             raise failure
+
+    def report(self, failure: Exception) -> None:
+        """Nobody else waits: all ranks are in this thread."""
 
     def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         return x  # this process already holds every rank's rows, joined in rank order

@@ -1,7 +1,7 @@
 """What a kernel is: local attention over the tiles of one step, and an honest refusal of everything it cannot do.
 
-A kernel never sees a ring, a mask or a layout: it gets local queries, one block of keys and values, and tiles. It yields
-partial results in a fixed order; whoever drives it merges them. New kernel: one file, one subclass.
+A kernel never sees a ring, a mask or a layout: it gets local queries, one block of keys and values, and tiles. It
+yields partial results in a fixed order; whoever drives it merges them. New kernel: one file, one subclass.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ class Block(NamedTuple):
     scale: float
 
 
+class Rows(NamedTuple):
+    """Which rows of the local shard a result belongs to: a range of batch rows and a range of tokens."""
+
+    batch: slice
+    tokens: slice
+
+
 class Saved(NamedTuple):
     """What backward knows besides the block: final out, its lse, the incoming gradients of both, and fp32 `delta`.
 
@@ -58,12 +65,14 @@ class Saved(NamedTuple):
     dlse: Tensor | None
     delta: Tensor
 
+    def rows(self, rows: Rows, flip: bool = False) -> Saved:
+        """The part of some query rows, token order reversed where `flip`."""
 
-class Rows(NamedTuple):
-    """Which rows of the local shard a result belongs to: a range of batch rows and a range of tokens."""
+        def part(x: Tensor) -> Tensor:
+            return _turn(x[rows.batch, :, rows.tokens], flip)
 
-    batch: slice
-    tokens: slice
+        dlse = None if self.dlse is None else part(self.dlse)
+        return Saved(part(self.out), part(self.lse), part(self.dout), dlse, part(self.delta))
 
 
 class Partial(NamedTuple):
@@ -142,10 +151,8 @@ class LoweredKernel(Kernel):
         for tile, kind in tiles.lowered:
             q_rows, k_rows = tile_rows(tile)
             flip = kind == tl.Kind.ANTICAUSAL
-            part = Saved(*(None if x is None else _turn(x[q_rows.batch, :, q_rows.tokens], flip) for x in saved))  # type: ignore[arg-type]
-            grads = self.partial_backward(
-                _cut(block, q_rows, k_rows, flip), part, causal=kind != tl.Kind.FULL
-            )
+            part = saved.rows(q_rows, flip)
+            grads = self.partial_backward(_cut(block, q_rows, k_rows, flip), part, causal=kind != tl.Kind.FULL)
             yield Gradients(q_rows, k_rows, *(_turn(g, flip) for g in grads))
 
 

@@ -65,7 +65,7 @@ class Eager(Kernel):
                 kv_heads = block.k.shape[1]
                 q, dout = _grouped(block.q, q_rows, kv_heads), _grouped(saved.dout, q_rows, kv_heads)
                 lse, delta = (
-                    x[q_rows.batch, :, q_rows.tokens].unflatten(1, (kv_heads, -1))[..., None]
+                    _split_heads(x[q_rows.batch, :, q_rows.tokens], kv_heads)[..., None]
                     for x in (saved.lse, saved.delta)
                 )
                 for k0, k1, allowed in pieces:
@@ -80,13 +80,13 @@ class Eager(Kernel):
 def _blocks(tile: list[int], size: int) -> Iterator[tuple[int, int, list[tuple[int, int, Tensor | None]]]]:
     """Query blocks of a tile, each with the key blocks that it meets and their masks (None: all allowed).
 
-    Query blocks are aligned so that a row with a key of this tile is in a block whose pieces all see some key; rows that
-    a piece hides wholly get weight zero from the running softmax.
+    Query blocks are aligned so that a row with a key of this tile is in a block whose pieces all see some key; rows
+    that a piece hides wholly get weight zero from the running softmax.
     """
     _, _, q0, q1, k0, k1, lo, hi = tile
     for a in range(q0, q1, size):
         b = min(a + size, q1)
-        pieces = []
+        pieces: list[tuple[int, int, Tensor | None]] = []
         for c in range(max(k0, a - hi), min(k1, b - lo), size):
             d = min(c + size, k1, b - lo)
             if a - (d - 1) >= lo and (b - 1) - c <= hi:
@@ -100,7 +100,12 @@ def _blocks(tile: list[int], size: int) -> Iterator[tuple[int, int, list[tuple[i
 def _grouped(x: Tensor, rows: Rows, kv_heads: int) -> Tensor:
     """``[B, H, T, D]`` rows as ``[b, K, H / K, t, D]`` in the accumulators' dtype."""
     part = x[rows.batch, :, rows.tokens]
-    return part.unflatten(1, (kv_heads, -1)).to(accumulator_dtype(x.dtype))
+    return _split_heads(part, kv_heads).to(accumulator_dtype(x.dtype))
+
+
+def _split_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """``[b, H, ...]`` as ``[b, K, H / K, ...]``."""
+    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
 def _keys(block: Block, rows: Rows) -> tuple[Tensor, Tensor]:
