@@ -15,6 +15,18 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 test: env lint
 	$(BIN)/python -m pytest
 
+# Trains a small Llama on this Python's own standard library, one sequence over 4 local ranks; nothing is downloaded.
+demo: env
+	$(BIN)/ringspun train examples/stdlib.toml --fresh --prove \
+	    --data "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+
+# Slow; not part of `test`. Certifies this machine, and measures it (alone, please).
+check: env
+	$(BIN)/ringspun check --ranks 1,2,3,4,5,6,7,8 --seq-len 1,2,7,77,128,1000 --dtype float64,float32,bfloat16
+
+bench: env
+	$(BIN)/ringspun bench ring --ranks 2,4 --seq-len 16384
+
 lint: env
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples

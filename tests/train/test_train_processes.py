@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 from training_runs import (
     die_in_checkpoint_4,
     die_in_step_4,
@@ -19,7 +18,7 @@ from training_runs import (
 )
 from typer.testing import CliRunner
 
-from ringspun.cli.train import train as train_command
+from ringspun.cli.train import app
 from ringspun.train import launch
 from ringspun.train.errors import ConfigError, LaunchError
 from ringspun.train.launch import Job, start_ranks
@@ -33,9 +32,9 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(110)
 def test_killed_in_a_step_and_in_a_checkpoint_the_run_goes_on(tmp_path: Path) -> None:
-    """Rank 1 is killed in step 4; resumed, rank 0 in checkpoint 4; resumed on another ring, it ends."""
+    """Rank 1 is killed in step 4; resumed, rank 0 in checkpoint 4; resumed, it ends; and goes on on another ring."""
     corpus = write_text(tmp_path / "text")
-    launch.launch(Job(tiny_config(tmp_path / "whole"), corpus))  # in this process
+    launch.launch(Job(tiny_config(tmp_path / "whole", ranks=2), corpus))
     checkpoints = tmp_path / "run" / "checkpoints"
 
     two = tiny_config(tmp_path / "run", ranks=2)
@@ -46,9 +45,12 @@ def test_killed_in_a_step_and_in_a_checkpoint_the_run_goes_on(tmp_path: Path) ->
         launch.launch(Job(two, corpus, hooks=Hooks(before_publish=die_in_checkpoint_4)))
     assert names(checkpoints) == ["step-000002"]
 
-    launch.launch(Job(tiny_config(tmp_path / "run", ranks=3), corpus, prove=True))
+    launch.launch(Job(two, corpus))
     assert names(checkpoints) == ["step-000004", "step-000006"]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
+
+    launch.launch(Job(tiny_config(tmp_path / "run", ranks=3, steps=8), corpus, prove=True))
+    assert names(checkpoints) == ["step-000006", "step-000008"]
     proof = json.loads((tmp_path / "run" / "proof.json").read_text())
     assert proof["ok"] and proof["ranks"] == 3 and len(proof["attention_bytes_per_rank"]) == 3
 
@@ -86,8 +88,6 @@ def test_joins_a_job_that_was_started_elsewhere(tmp_path: Path, monkeypatch: pyt
 
 
 def command(*arguments: str | Path):
-    app = typer.Typer()
-    app.command()(train_command)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 

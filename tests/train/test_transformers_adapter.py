@@ -236,6 +236,22 @@ def test_models_that_mix_tokens_otherwise_are_refused() -> None:
         mistral(input_ids=torch.zeros(1, S, dtype=torch.long), ringspun_plan=part.plan(Causal()))
 
 
+def test_models_that_would_be_silently_wrong_are_refused() -> None:
+    """Attention that stays inside a shard, recurrent or convolutional mixers, and positions of one rank's length."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedByRing, match=r"through AttentionInterface; BloomForCausalLM does not"):
+        prepare(bloom)
+    model = tiny_llama()
+    model.model.layers[1].mixer = torch.nn.Conv1d(32, 32, 4)
+    with pytest.raises(UnsupportedByRing, match=r"has a Conv1d at model\.layers\.1\.mixer"):
+        prepare(model)
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    with pytest.raises(UnsupportedByRing, match=r"rope_type must not depend on .*; got 'dynamic'"):
+        prepare(tiny_llama(rope_parameters=scaled))
+
+
 def test_importing_registers_nothing() -> None:
     code = (
         "import ringspun.integrations.transformers as hf, sys\n"

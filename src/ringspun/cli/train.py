@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file that describes the run; see examples/.")],
     data: Annotated[Path, typer.Option("--data", help="Text file, or folder of text files.")],
     ranks: Annotated[
         int | None, typer.Option(help="Processes that share each sequence; replaces the config's.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints and logs; replaces the config's.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of checkpoints and logs; replaces the config's.")] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -26,9 +29,7 @@ def train(
     ] = True,
     prove: Annotated[
         bool,
-        typer.Option(
-            "--prove", help="At the end, compare the ring with one process: loss, gradients, memory."
-        ),
+        typer.Option("--prove", help="At the end, compare the ring with one process: loss, gradients, memory."),
     ] = False,
 ) -> None:
     """Train a small language model on your own text, each long sequence cut over several ranks.
@@ -36,23 +37,20 @@ def train(
     Starts the ranks on this machine, or joins the job when started by torchrun. Run again after an
     interruption, it goes on from the last checkpoint.
     """
-    from ringspun.errors import MissingExtra, RingspunError
+    from ringspun.errors import RingspunError
 
     try:
         _train(config, data, ranks=ranks, output=output, fresh=not resume, prove=prove)
-    except ModuleNotFoundError as problem:
-        missing = MissingExtra(f"train must find {problem.name}; install it: pip install 'ringspun[train]'.")
-        raise _fail(missing) from problem
     except RingspunError as problem:
-        raise _fail(problem) from problem
+        typer.echo(f"ringspun train: {problem}", err=True)
+        raise typer.Exit(1) from problem
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
 
 
-def _train(
-    config: Path, data: Path, *, ranks: int | None, output: Path | None, fresh: bool, prove: bool
-) -> None:
+def _train(config: Path, data: Path, *, ranks: int | None, output: Path | None, fresh: bool, prove: bool) -> None:
+    _require("torch", "transformers", "safetensors")
     from ringspun.train.config import load_config
     from ringspun.train.data import check_text, find_text
 
@@ -61,11 +59,19 @@ def _train(
     check_text(corpus)
     from ringspun.train.launch import Job, launch  # heavy: only once config and data are right
 
-    typer.echo(f"{len(corpus.names):,} documents, {corpus.tokens:,} tokens from {data}")
+    say = typer.echo if os.environ.get("RANK", "0") == "0" else _silent  # under torchrun, one rank speaks
+    say(f"{len(corpus.names):,} documents, {corpus.tokens:,} tokens from {data}")
     launch(Job(settings, corpus, fresh=fresh, prove=prove))
-    typer.echo(f"done: checkpoints, log and loss curve are in {settings.output}")
+    say(f"done: checkpoints (their model/ is for from_pretrained), log and loss curve are in {settings.output}")
 
 
-def _fail(problem: Exception) -> typer.Exit:
-    typer.echo(f"error: {problem}", err=True)
-    return typer.Exit(1)
+def _silent(_: str) -> None:
+    pass
+
+
+def _require(*names: str) -> None:
+    from ringspun.errors import MissingExtra
+
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(f"train must find {name}; install it: pip install 'ringspun[train]'.")

@@ -95,7 +95,7 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
         used = schedule.backward.messages[schedule.backward.messages[:, MessageColumn.PAYLOAD] == payload]
         names = np.unique(np.where(used[:, MessageColumn.SLOT] == OWN, 0, used[:, MessageColumn.SLOT]))
         slots[payload] = len(names) * wire.message_bytes(payload, largest)
-    return Memory(tensors, 2 * 4 * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
+    return Memory(tensors, 2 * wire.accumulator_itemsize * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
 
 
 def sources(one: Pass) -> list[int]:

@@ -368,6 +368,8 @@ class _Leading(Mask):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        if not isinstance(self.documents, Documents | None):
+            raise MaskError(f"{name} documents must be Documents; got {self.documents!r}. Write Documents(lengths).")
         if isinstance(self.n, int | np.integer):
             object.__setattr__(self, "n", _integer(f"{name} n", self.n, least=0))
             return
@@ -381,13 +383,9 @@ class _Leading(Mask):
                 f"for {len(self.documents.lengths)} documents."
             )
 
-    def _spans(self, length: int) -> NDArray[np.int64]:
-        """``[n, 3]`` of (start, end of the leading part, stop) per document; the sequence itself without documents."""
-        if self.documents is None:
-            assert isinstance(self.n, int)
-            return np.array([[0, min(self.n, length), length]], np.int64)
-        self.documents.check(length)
-        sizes, starts = np.array(self.documents.lengths, np.int64), np.array(self.documents.starts, np.int64)
+    def _spans(self, documents: Documents) -> NDArray[np.int64]:
+        """``[n, 3]`` of (start, end of the leading part, stop) per document."""
+        sizes, starts = np.array(documents.lengths, np.int64), np.array(documents.starts, np.int64)
         lead = np.minimum(np.broadcast_to(np.array(self.n, np.int64), sizes.shape), sizes)
         return np.stack([starts, starts + lead, starts + sizes], axis=1)[lead > 0]
 
@@ -395,7 +393,7 @@ class _Leading(Mask):
         """Whether each position is in a leading part."""
         if self.documents is None:
             return np.asarray(positions < self.n)
-        spans = self._spans(self.documents.end)
+        spans = self._spans(self.documents)
         hit = np.zeros(np.shape(positions), np.bool_)
         for start, lead, _ in spans:
             hit |= (start <= positions) & (positions < lead)
@@ -417,7 +415,11 @@ class Prefix(_Leading):
         return self._leads(q) & self._leads(k) & self._together(q, k)
 
     def regions(self, q_len: int, k_len: int) -> rg.Table:
-        spans = self._spans(min(q_len, k_len))
+        if self.documents is None:
+            assert isinstance(self.n, int)
+            return rg.rectangle(0, min(self.n, q_len), 0, min(self.n, k_len))
+        self.documents.check(min(q_len, k_len))
+        spans = self._spans(self.documents)
         return _squares(spans[:, 0], spans[:, 1], q_len, k_len)
 
 
@@ -436,7 +438,8 @@ class Anchors(_Leading):
         if self.documents is None:
             assert isinstance(self.n, int)
             return rg.rectangle(0, q_len, 0, min(self.n, k_len))
-        start, lead, stop = self._spans(min(q_len, k_len)).T
+        self.documents.check(min(q_len, k_len))
+        start, lead, stop = self._spans(self.documents).T
         return _rectangles(start, stop, start, lead, q_len, k_len)
 
 
@@ -455,6 +458,8 @@ def _integer(name: str, value: Any, least: int | None = None) -> int:
         raise MaskError(f"{name} must be an integer; got {value!r}.")
     if least is not None and value < least:
         raise MaskError(f"{name} must be >= {least}; got {value}.")
+    if abs(int(value)) > rg.UNBOUNDED:
+        raise MaskError(f"{name} must lie within +-2**60 (None, where allowed, is unbounded); got {value}.")
     return int(value)
 
 

@@ -54,7 +54,9 @@ class Partition:
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """Local length T of every rank, ``[R]``."""
-        return np.bincount(self.runs[:, RANK], self.run_tokens, self.ring_size).astype(np.int64)
+        tokens = np.bincount(self.runs[:, RANK], self.run_tokens, self.ring_size).astype(np.int64)
+        tokens.setflags(write=False)
+        return tokens
 
     @cached_property
     def run_offsets(self) -> NDArray[np.int64]:
@@ -85,10 +87,10 @@ def _check_runs(layout: Layout, runs: Runs, seq_len: int, ring_size: int) -> Non
     ranks, starts, stops, steps = runs.T
     if len(runs) and (ranks.min() < 0 or ranks.max() >= ring_size or (np.diff(ranks) < 0).any()):
         raise LayoutError(f"{layout} must deal to ranks 0..{ring_size - 1} in order; got {ranks[:8].tolist()}.")
-    if (steps < 1).any() or (starts < 0).any() or (stops > seq_len).any():
+    if (steps < 1).any() or (starts < 0).any() or (stops < starts).any() or (stops > seq_len).any():
         raise LayoutError(f"{layout} must deal runs inside 0..{seq_len} with steps >= 1.")
     if (steps == 1).all():
-        order = np.argsort(starts, kind="stable")
+        order = np.lexsort((stops, starts))
         edges = np.append(0, stops[order])
         exact = np.array_equal(edges[:-1], starts[order]) and edges[-1] == seq_len
     else:

@@ -91,7 +91,7 @@ def _clip(many: Table, one: Table) -> Table:
 
 def subtract(a: Table, b: Table) -> Table:
     """Pairs of `a` that are not in `b`; disjoint if `a` is."""
-    for row in b:
+    for row in tighten(b):
         near = (a[:, Q0] < row[Q1]) & (a[:, Q1] > row[Q0]) & (a[:, K0] < row[K1]) & (a[:, K1] > row[K0])
         if near.any():
             a = np.concatenate([a[~near], _without(a[near], row)])

@@ -37,6 +37,13 @@ class Pass:
     tiles: tl.Tiles
     tile_offsets: NDArray[np.int64]
 
+    def __post_init__(self) -> None:
+        for array in self._arrays():
+            array.setflags(write=False)
+
+    def __reduce__(self) -> tuple[type[Pass], tuple[NDArray[np.int64], ...]]:
+        return Pass, self._arrays()  # through __init__, so that a copy from a loader's worker is read-only too
+
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -187,7 +194,4 @@ def _attach(legs: Legs, tiles: tl.Tiles, source: NDArray[np.int64]) -> Pass:
     step = first[place]
     order = np.argsort(step, kind="stable")
     offsets = np.append(0, np.cumsum(np.bincount(step, minlength=len(owners)))).astype(np.int64)
-    result = Pass(legs.steps, legs.messages, tiles[order], offsets)
-    for array in result._arrays():
-        array.setflags(write=False)
-    return result
+    return Pass(legs.steps, legs.messages, tiles[order], offsets)

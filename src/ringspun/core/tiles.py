@@ -25,6 +25,8 @@ B0, B1, Q0, Q1, K0, K1, LO, HI = range(8)
 REGION = slice(Q0, HI + 1)
 """The columns of a tile that are a region in local rows."""
 MANY_TILES = 1_000_000
+"""From so many tiles on a rank is warned, and they are no longer coalesced."""
+MANY_MEETINGS = 20_000_000
 CHUNK = 4_000_000
 
 
@@ -47,7 +49,7 @@ def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
     total = int((last - first).sum())
     if total > MANY_TILES:
         warnings.warn(
-            f"{queries.layout} under this mask makes {total:,} tiles on ring rank {ring_rank}; "
+            f"{queries.layout} under this mask makes up to {total:,} tiles on ring rank {ring_rank}; "
             "a layout that keeps neighbouring tokens together (zigzag, contiguous) makes far fewer.",
             RingspunWarning,
             stacklevel=2,
@@ -60,11 +62,15 @@ def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
         tiles.append(local)
         sources.append(keys.runs[k_run[kept], RANK])
     table, source = np.concatenate(tiles), np.concatenate(sources)
-    return _coalesce(table, source)
+    return _coalesce(table, source) if total <= MANY_TILES else _sorted(table, source)
 
 
 def meetings(queries: Partition, keys: Partition, regions: rg.Table) -> NDArray[np.int64]:
-    """All ``(i, j)`` such that some query of rank i may see some key of rank j, ``[n, 2]``; pairs may repeat."""
+    """All ``(i, j)`` such that some query of rank i may see some key of rank j, ``[n, 2]``; pairs may repeat.
+
+    Exact, but for runs with steps (striped layouts) that meet in more than `MANY_MEETINGS` places: there everybody is
+    taken to need everybody, which is nearly always so and costs at most messages that are not needed.
+    """
     clipped, q_run = _clip_to_runs(queries, np.arange(len(queries.runs)), regions)
     by_start, first, last = _key_run_range(keys, clipped)
     q_rank, k_rank = queries.runs[:, RANK], keys.runs[:, RANK]
@@ -79,6 +85,9 @@ def meetings(queries: Partition, keys: Partition, regions: rg.Table) -> NDArray[
         np.add.at(edges, q_rank[q_run] * span + last, -1)
         i, place = np.nonzero(np.cumsum(edges.reshape(-1, span), axis=1, dtype=np.int32)[:, :-1])
         return np.stack([i, k_rank[by_start[place]]], axis=1)
+    if int((last - first).sum()) > MANY_MEETINGS:
+        everyone = np.indices((queries.ring_size, keys.ring_size)).reshape(2, -1)
+        return np.ascontiguousarray(everyone.T)
     met = np.zeros((queries.ring_size, keys.ring_size), np.bool_)
     for part in _chunks(last - first):
         of_region, place = _expand(first[part], last[part])
@@ -157,17 +166,18 @@ def _to_local(
     one_q, one_k = queries.run_tokens[q_run] == 1, keys.run_tokens[k_run] == 1
     local[:, Q0] = np.where(one_q, np.where(q0 > a, 1, 0), -((a - q0) // step))
     local[:, Q1] = np.where(one_q, np.where(q1 > a, 1, 0), -((a - q1) // step))
-    local[:, K0] = np.where(one_k, np.where(k0 > b, 1, 0), -((b - k0) // step))
-    local[:, K1] = np.where(one_k, np.where(k1 > b, 1, 0), -((b - k1) // step))
+    local[:, K0] = np.where(one_k, np.where(k0 > b, 1, 0), -((b - k0) // k_step))
+    local[:, K1] = np.where(one_k, np.where(k1 > b, 1, 0), -((b - k1) // k_step))
     local[:, LO] = -((a - b - rows[:, rg.LO]) // step)
     local[:, HI] = (rows[:, rg.HI] - (a - b)) // step
-    kept = rg.tighten_rows(local[:, REGION])
-    if (k_step != step)[kept].any():
-        bad = int(np.flatnonzero((k_step != step) & kept)[0])
+    clash = (k_step != step) & (local[:, Q0] < local[:, Q1]) & (local[:, K0] < local[:, K1])
+    if clash.any():
+        bad = int(np.flatnonzero(clash)[0])
         raise PlanError(
             f"query and key runs that meet must share a step; got steps {t_q[bad]} and {t_k[bad]} "
             f"({queries.layout} and {keys.layout}). Use one layout for both."
         )
+    kept = rg.tighten_rows(local[:, REGION])
     local, kept_at = local[kept], np.flatnonzero(kept)
     q_shift, k_shift = queries.run_offsets[q_run[kept_at]], keys.run_offsets[k_run[kept_at]]
     local[:, [Q0, Q1]] += q_shift[:, None]
@@ -189,6 +199,10 @@ def _coalesce(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[n
             tiles, source = tiles[order], source[order]
             tiles, source, joined = _join_neighbours(tiles, source)
             settled = 0 if joined else settled + 1
+    return _sorted(tiles, source)
+
+
+def _sorted(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64]]:
     order = np.lexsort((tiles[:, K0], tiles[:, Q0], source))
     return tiles[order], source[order]
 
@@ -250,7 +264,7 @@ def _lower_one(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Pie
     block some keys are seen by all rows and either side of them only one bound cuts."""
     q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
     k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
-    if q0 >= q1 or k0 >= k1:
+    if q0 >= q1 or k0 >= k1 or lo > hi:
         return []
     cuts_low, cuts_high = lo > q0 - (k1 - 1), hi < (q1 - 1) - k0
     if not cuts_low and not cuts_high:
@@ -265,16 +279,12 @@ def _lower_one(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Pie
     if q1 - q0 > width:
         return [p for q in range(q0, q1, width) for p in _lower_one(q, min(q + width, q1), k0, k1, lo, hi)]
     # every row sees the keys from the last row's first to the first row's last
-    common0, common1 = max(k0, q1 - 1 - hi), min(k1, q0 - lo + 1)
-    if common0 >= common1:
-        middle = (q0 + q1) // 2
-        return _lower_one(q0, middle, k0, k1, lo, hi) + _lower_one(middle, q1, k0, k1, lo, hi)
-    pieces = [(q0, q1, common0, common1, Kind.FULL)]
-    if k0 < common0:
-        pieces += _lower_one(q0, q1, k0, common0, -rg.UNBOUNDED, hi)
-    if common1 < k1:
-        pieces += _lower_one(q0, q1, common1, k1, lo, rg.UNBOUNDED)
-    return pieces
+    common0, common1 = q1 - 1 - hi, q0 - lo + 1  # k0 < common0 < common1 < k1, as both bounds cut and few rows are left
+    return [
+        (q0, q1, common0, common1, Kind.FULL),
+        *_lower_one(q0, q1, k0, common0, -rg.UNBOUNDED, hi),
+        *_lower_one(q0, q1, common1, k1, lo, rg.UNBOUNDED),
+    ]
 
 
 def _lower_causal(q0: int, q1: int, k0: int, k1: int, lo: int) -> list[Piece]:

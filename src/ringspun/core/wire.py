@@ -67,7 +67,8 @@ class Header:
     """What a message says of itself; compared field by field with what the receiver's own schedule expects.
 
     Args:
-        plan: first 8 bytes of the plan's digest. call: number of the call on this ring. phase: 0 forward, 1 backward.
+        plan: first 7 bytes of the digest of the plan's inputs (an int64 holds them unsigned).
+        call: number of the call on this ring. phase: 0 forward, 1 backward.
         payload: a `Payload`. step: step at which it was sent. source: ring rank that owns the rows. length: bytes.
     """
 

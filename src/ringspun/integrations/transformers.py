@@ -41,6 +41,7 @@ _HARMLESS = {
     "shift_labels",
 }
 _ATTENDING_LAYERS = {"full_attention", "attention"}
+_ROPE_OF_LENGTH = {"dynamic", "longrope"}
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,24 +69,25 @@ def register() -> None:
 
 
 def prepare(model: M) -> M:
-    """Puts `model` on the ring: registers, selects the attention, turns the cache off, and checks every later
-    call.
+    """Puts `model` on the ring: registers, selects the attention, and checks the model and every later call.
 
     A call without ``position_ids`` gets the plan's own (within documents, where the plan has them), since the
     model's default would rotate every shard as if it began at 0.
 
     Args:
-        model: a Transformers model, changed in place.
+        model: a Transformers model, changed in place: its attention is the ring's, its cache is off.
 
     Returns:
         `model`.
 
     Raises:
-        UnsupportedByRing: its layers mix tokens by something other than full attention.
+        UnsupportedByRing: its layers mix tokens by something other than full attention, or its positions depend
+            on what one rank holds.
     """
     register()
     config = _text_config(model)
     _refuse_config(config)
+    _refuse_model(model)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     config.use_cache = False
     getattr(model, "base_model", model).register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -150,9 +152,7 @@ _MASK_MESSAGE = (
 )
 
 
-def _check_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Checks one call of the model before it runs, and fills in the positions."""
     plan = _plan(kwargs.get(PLAN_KEYWORD))
     if len(args) > 1:
@@ -186,14 +186,37 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _refuse_config(config: Any) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENDING_LAYERS
-    if kinds:
-        raise UnsupportedByRing(
-            f"layer_types must all be full_attention on a ring; got {', '.join(sorted(kinds))}. "
-            "Their state would restart at every shard."
-        )
+    for name in ("layer_types", "layers_block_type"):
+        kinds = set(getattr(config, name, None) or ()) - _ATTENDING_LAYERS
+        if kinds:
+            raise UnsupportedByRing(
+                f"{name} must all be full_attention on a ring; got {', '.join(sorted(kinds))}. "
+                "Their state or window would restart at every shard."
+            )
     if getattr(config, "output_attentions", False):
         raise UnsupportedByRing(_WEIGHTS_MESSAGE)
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Refuses what would run without an error and be wrong."""
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedByRing(
+            f"model must call attention through AttentionInterface; {name} does not, so its attention would stay "
+            "inside each shard."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d | nn.RNNBase):
+            raise UnsupportedByRing(
+                f"model must mix tokens by attention alone; {name} has a {type(module).__name__} at {path}, whose "
+                "state would restart at every shard."
+            )
+        kind = getattr(module, "rope_type", None)
+        if kind in _ROPE_OF_LENGTH:
+            raise UnsupportedByRing(
+                f"rope_type must not depend on the longest position of a call on a ring; got {kind!r}. "
+                "Ranks would rotate by different frequencies."
+            )
 
 
 _WEIGHTS_MESSAGE = "output_attentions must be False on a ring; no rank holds the weights."
@@ -216,9 +239,7 @@ def _refuse_cache(kwargs: dict[str, Any]) -> None:
     for name in ("cache", "past_key_values", "use_cache"):
         value = kwargs.get(name)
         if value is not None and value is not False:
-            raise UnsupportedByRing(
-                f"{name} must be None on a ring; got {_brief(value)}. Pass use_cache=False."
-            )
+            raise UnsupportedByRing(f"{name} must be None on a ring; got {_brief(value)}. Pass use_cache=False.")
 
 
 def _check_shapes(plan: Plan, query: Tensor, key: Tensor) -> None:
@@ -237,9 +258,7 @@ def _check_shapes(plan: Plan, query: Tensor, key: Tensor) -> None:
 def _check_positions(plan: Plan, positions: Tensor | None) -> None:
     """Refuses the 0, 1, 2, ... that a model makes up when given none, unless they are the shard's own."""
     if positions is None:
-        raise UnsupportedByRing(
-            "position_ids must be given on a ring; got none. Use plan.partition.positions()."
-        )
+        raise UnsupportedByRing("position_ids must be given on a ring; got none. Use plan.partition.positions().")
     if positions.device.type != "cpu" or positions.shape[-1] == 0:
         return  # comparing on a device would synchronise; `prepare` has filled them in there
     row = positions.reshape(-1, positions.shape[-1])[0]
@@ -254,8 +273,4 @@ def _check_positions(plan: Plan, positions: Tensor | None) -> None:
 
 
 def _brief(value: Any) -> str:
-    return (
-        f"a {type(value).__name__} of shape {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else repr(value)
-    )
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -63,6 +63,7 @@ class ContextParallel:
         self.driver = _driver(group, timeout_s)
         self.pool = BufferPool()
         self.calls = 0
+        self.agreed_sizes = ""  # of the last call's messages, on all ranks
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
@@ -105,18 +106,21 @@ class ContextParallel:
     def _plan(self, part: core_partition.Partition, what: Mask | Schedule | tuple[Schedule, ...]) -> Plan:
         """A plan for a partition, from the cache where there is one; collective every time, cached or not."""
         failure: Exception | None = None
-        digest, plan, mask = bytes(32), None, None
+        digest, key, plan, mask = bytes(32), b"", None, None
         try:
             mask = what if isinstance(what, Mask) else _mask_of(what)
             digest = input_digest(part, mask, self.geometry.route)
-            plan = self._plans.get(digest) or self._compile(part, mask, what, digest)
+            key = digest if isinstance(what, Mask) else _key_of(what)
+            plan = self._plans.get(key)
+            if plan is None or plan.mask != mask:  # two classes of masks may write themselves alike
+                plan = self._compile(part, mask, what, digest)
         except Exception as problem:
             failure = problem
         fields = {"seq_len": part.seq_len, "mask": mask, "layout": part.layout, "documents": part.documents}
         self._agree_on_plan(digest, {k: _shown(v) for k, v in fields.items()}, failure)
         assert plan is not None
-        self._plans[digest] = plan
-        self._plans.move_to_end(digest)
+        self._plans[key] = plan
+        self._plans.move_to_end(key)
         if len(self._plans) > KEPT_PER_CONTEXT:
             self._plans.popitem(last=False)
         return plan
@@ -188,11 +192,13 @@ class Partition:
         Raises:
             ShapeError: `x` has not this process's number of rows along `dim`.
         """
-        if x.shape[dim] != self.local_tokens:
-            raise ShapeError(
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.local_tokens:
+            failure = ShapeError(
                 f"gather must get {self.local_tokens} rows along dim {dim} (ring rank {self.context.ring_rank}); "
                 f"got shape {tuple(x.shape)}."
             )
+            self.context.driver.report(failure)  # the other ranks wait for these rows
+            raise failure
         return sharding.gather(self.core, self.context.driver, x, dim)
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -252,6 +258,11 @@ def _mask_of(what: Any) -> Mask:
     if isinstance(first, Schedule):
         return first.mask
     raise PlanError(f"mask must be a ringspun mask; got {what!r}. Combine Causal(), Window(...), ... with & and |.")
+
+
+def _key_of(schedules: Schedule | tuple[Schedule, ...]) -> bytes:
+    """What a plan of these very schedules is kept under: not their inputs alone, for somebody may have edited them."""
+    return b"".join(s.digest for s in (schedules if isinstance(schedules, tuple) else (schedules,)))
 
 
 def _shown(value: Any, limit: int = 120) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any
 
 import torch.distributed as dist
 from jaxtyping import Float
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Causal, Mask
-from ringspun.errors import ShapeError
+from ringspun.errors import DtypeError, ShapeError
 from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Loopback
 from ringspun.torch.kernels import Eager
 
 KEPT_CONTEXTS = 16
-_contexts: OrderedDict[tuple[int, str], ContextParallel] = OrderedDict()
+_contexts: OrderedDict[tuple[int, Layout], tuple[Any, ContextParallel]] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -54,10 +55,11 @@ def ring_attention(
     """
     context = _context(group, Contiguous() if layout is None else layout)
     if seq_len is None:
-        if q.ndim != 4:
-            raise ShapeError(f"q must be [B, H, T, D]; got shape {tuple(q.shape)}.")
-        ranks = context.ring_size // len(context.driver.ring_ranks)
-        seq_len = q.shape[2] * ranks
+        try:
+            seq_len = _length(q) * context.ring_size // len(context.driver.ring_ranks)
+        except (ShapeError, DtypeError) as failure:
+            context._agree_on_plan(bytes(32), {}, failure)  # where the other ranks wait, so that they hear of it
+            raise
     plan = context.plan(seq_len, Causal() if mask is None else mask)
     if return_lse:
         return plan.attention(q, k, v, scale=scale, return_lse=True)
@@ -85,21 +87,30 @@ def blockwise_attention(
 
     Source: arXiv 2112.05682; the recomputing backward is FlashAttention-2's (arXiv 2307.08691).
     """
-    plan = _context(Loopback(1), Contiguous()).plan(q.shape[2], Causal() if mask is None else mask)
+    plan = _context(Loopback(1), Contiguous()).plan(_length(q), Causal() if mask is None else mask)
     return plan.attention(q, k, v, scale=scale, kernel=_eager(block_size))
+
+
+def _length(q: Tensor) -> int:
+    if not isinstance(q, Tensor):
+        raise DtypeError(f"q must be a tensor; got {type(q).__name__}.")
+    if q.ndim != 4:
+        raise ShapeError(f"q must be [B, H, T, D]; got shape {tuple(q.shape)}.")
+    return q.shape[2]
 
 
 def _context(group: dist.ProcessGroup | Loopback | None, layout: Layout) -> ContextParallel:
     """The context of a group and layout; kept, so that one-off calls find their plans again."""
-    single = isinstance(group, Loopback) and group.size == 1
-    key = (0 if single else id(group), str(layout))
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD  # looked up every time: another one may have been made since the last call
+    if isinstance(group, Loopback) and group.size == 1:
+        group = None
+    key = (id(group), layout)
     with _lock:
-        found = _contexts.get(key)
-        if found is None or (
-            group is not None and not single and getattr(found.driver, "group", found.driver) is not group
-        ):
-            found = ContextParallel(group, layout=layout)
-            _contexts[key] = found
+        kept, found = _contexts.get(key, (None, None))
+        if found is None or kept is not group:
+            found = ContextParallel(Loopback(1) if group is None else group, layout=layout)
+            _contexts[key] = group, found
         _contexts.move_to_end(key)
         while len(_contexts) > KEPT_CONTEXTS:
             _contexts.popitem(last=False)

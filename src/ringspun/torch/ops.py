@@ -18,6 +18,7 @@ from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.torch.kernels.base import accumulator_dtype
 
 KEPT_PER_CONTEXT = 1024
+KEPT_CONTEXTS = 64
 
 
 class Executable(Protocol):
@@ -42,13 +43,13 @@ class Executable(Protocol):
 
 
 class Registry:
-    """Handles of executables, held strongly, the last `kept` of each context."""
+    """Handles of executables, held strongly: the last `kept` of each of the last `contexts` that made any."""
 
-    def __init__(self, kept: int = KEPT_PER_CONTEXT) -> None:
+    def __init__(self, kept: int = KEPT_PER_CONTEXT, contexts: int = KEPT_CONTEXTS) -> None:
         self._numbers = itertools.count(1)
         self._all: dict[int, Executable] = {}
-        self._of_context: dict[int, OrderedDict[int, None]] = {}
-        self._kept = kept
+        self._of_context: OrderedDict[int, OrderedDict[int, None]] = OrderedDict()
+        self._kept, self._contexts = kept, contexts
 
     def add(self, context: int, executable: Executable) -> int:
         """A new handle; the context's oldest one is dropped when it has more than `kept`."""
@@ -58,6 +59,10 @@ class Registry:
         self._all[handle] = executable
         if len(mine) > self._kept:
             self._all.pop(mine.popitem(last=False)[0], None)
+        self._of_context.move_to_end(context)
+        if len(self._of_context) > self._contexts:
+            for old in self._of_context.popitem(last=False)[1]:
+                self._all.pop(old, None)
         return handle
 
     def get(self, handle: int) -> Executable:
@@ -69,8 +74,9 @@ class Registry:
         found = self._all.get(handle)
         if found is None:
             raise RingspunError(
-                f"plan must still be held; got handle {handle}, dropped after {self._kept} newer plans of its context. "
-                "Run backward sooner, or reuse plans."
+                f"plan must be held; got handle {handle}, which was dropped (after {self._kept} newer plans of its "
+                f"context, or {self._contexts} newer contexts) or not yet made (a kernel= first named inside a "
+                "compiled function). Run backward sooner and reuse plans; call once uncompiled with that kernel."
             )
         return found
 

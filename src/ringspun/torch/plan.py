@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, overload
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -41,8 +42,10 @@ class Plan:
         schedules: tuple[Schedule, ...],
     ) -> None:
         self._context, self._core, self.mask, self.schedules = context, part, mask, schedules
-        self._agreed: set[str] = set()
+        self._rows = sum(int(part.tokens[r]) for r in context.driver.ring_ranks)  # an int: traced calls guard on it
+        self._agreed: dict[str, str] = {}
         self._handles: dict[str | Kernel | None, int] = {}
+        self._handle(None)  # here, not in a traced call, whose change to the registry would come after its op runs
 
     @property
     def partition(self) -> Partition:
@@ -125,8 +128,11 @@ class Plan:
             raise DtypeError(f"q, k and v must have one dtype {where}; got {q.dtype}, {k.dtype}, {v.dtype}.")
         if not (q.device == k.device == v.device):
             raise DtypeError(f"q, k and v must be on one device {where}; got {q.device}, {k.device}, {v.device}.")
+        movable = self._context.driver.devices
+        if movable is not None and q.device.type not in movable:
+            raise DtypeError(f"q, k and v must be on {' or '.join(movable)} for this group {where}; got {q.device}.")
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} {where}"
-        rows = self.partition.local_tokens
+        rows = self._rows
         if not (q.shape[2] == k.shape[2] == v.shape[2] == rows):
             raise ShapeError(
                 f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. Shard them by plan.partition."
@@ -145,13 +151,19 @@ class Plan:
             self._context.driver.agree(_TOPIC, bytes(32), {}, failure)
         self._context.driver.report(failure)
 
-    def _agree(self, topic: str, fields: dict[str, str]) -> None:
-        """Agree with all ranks on the facts of a call, once per plan and facts."""
-        text = repr((topic, sorted(fields.items())))
-        if text not in self._agreed:
-            digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
-            self._context.driver.agree(topic, digest, fields)
-            self._agreed.add(text)
+    def _agree(self, topic: str, wire: Format, fields: dict[str, str]) -> None:
+        """Agree with all ranks on the facts of a call: at a plan's first call, and whenever facts or sizes change.
+
+        To remember all facts ever agreed on is not enough: ranks that then call with two different known ones, of one
+        plan or of two, send each other messages of two lengths, and gloo aborts a process for that.
+        """
+        text, sizes = repr(sorted(fields.items())), repr((wire, self._core.tokens.tobytes()))
+        if self._agreed.get(topic) == text and self._context.agreed_sizes == sizes:
+            return
+        digest = hashlib.blake2b(repr((topic, text, sizes)).encode(), digest_size=32).digest()
+        self._context.driver.agree(topic, digest, {**fields, "seq_len": str(self._core.seq_len)})
+        self._agreed[topic] = text
+        self._context.agreed_sizes = sizes
 
     # -- execution ---------------------------------------------------------------------------------------------------
 
@@ -161,14 +173,15 @@ class Plan:
         return self._handles[kernel]
 
     @cached_property
-    def _tiles(self) -> list[list[StepTiles]]:
-        """Per rank and step; backward's extra last step has none."""
-        return [[StepTiles(s.backward.tiles_of(t)) for t in range(len(s.backward))] for s in self.schedules]
+    def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
+        """Per rank, the tiles of forward's steps and of backward's; one list where they are the same, lowered once."""
+        return [_step_tiles(s) for s in self.schedules]
 
-    def _jobs(self, wire: Format, kernel: Kernel, scale: float) -> list[ring.Job]:
+    def _jobs(self, wire: Format, kernel: Kernel, scale: float, phase: Literal[0, 1]) -> list[ring.Job]:
+        """One job per rank; `phase` 0 is forward, 1 backward."""
         call, self._context.calls = self._context.calls, self._context.calls + 1
         return [
-            ring.Job(schedule, tiles, kernel, wire, self._context.pool, call, scale)
+            ring.Job(schedule, tiles[phase], kernel, wire, self._context.pool, call, scale)
             for schedule, tiles in zip(self.schedules, self._tiles, strict=True)
         ]
 
@@ -176,8 +189,8 @@ class Plan:
         return f"Plan(mask={str(self.mask)[:60]}, {self.partition!r})"
 
 
-_TOPIC = "the first attention call of a plan"
-_BACKWARD_TOPIC = "the first backward of a plan"
+_TOPIC = "an attention call"
+_BACKWARD_TOPIC = "a backward call"
 
 
 @dataclass(frozen=True)
@@ -189,12 +202,12 @@ class _Executable:
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         plan, wire, kernel = self.plan, _wire(q, k, v), choose(_call(q, k, v), self.kernel)
-        plan._agree(_TOPIC, _facts(wire, kernel, scale))
+        plan._agree(_TOPIC, wire, _facts(wire, kernel, scale))
         if q.shape[0] == 0:
             return q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(
                 q.shape[:-1], dtype=accumulator_dtype(q.dtype)
             )
-        jobs = plan._jobs(wire, kernel, scale)
+        jobs = plan._jobs(wire, kernel, scale, 0)
         rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
         programs = [ring.forward(job, q[:, :, r], k[:, :, r], v[:, :, r]) for job, r in zip(jobs, rows, strict=True)]
         with torch.autocast(q.device.type, enabled=False):
@@ -216,14 +229,14 @@ class _Executable:
         plan, wire = self.plan, _wire(q, k, v)
         kernel = choose(_call(q, k, v), self.kernel)
         facts = _facts(wire, kernel, scale) | {"gradients of q, k, v": str(needs)}
-        plan._agree(_BACKWARD_TOPIC, facts)
+        plan._agree(_BACKWARD_TOPIC, wire, facts)
         if q.shape[0] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dtype = accumulator_dtype(q.dtype)
         delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
         if dlse is not None:
             delta -= dlse
-        jobs = plan._jobs(wire, kernel, scale)
+        jobs = plan._jobs(wire, kernel, scale, 1)
         rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
         saved = Saved(out, lse, dout, dlse, delta)
         programs = [
@@ -233,6 +246,15 @@ class _Executable:
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = zip(*plan._context.driver.run(programs), strict=True)
         return _joined(dq, q), _joined(dk, k), _joined(dv, v)
+
+
+def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
+    one, two = schedule.forward, schedule.backward
+    backward = [StepTiles(two.tiles_of(step)) for step in range(len(two))]
+    offsets = two.tile_offsets[: len(one.tile_offsets)]  # backward's extra last steps have none
+    if np.array_equal(one.tiles, two.tiles) and np.array_equal(one.tile_offsets, offsets):
+        return backward, backward
+    return [StepTiles(one.tiles_of(step)) for step in range(len(one))], backward
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -258,7 +280,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast does to scaled_dot_product_attention: float tensors to the device's autocast dtype, but not
     float64."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
 

@@ -1,7 +1,8 @@
 """The softmax monoid in torch: merging partial results of attention over disjoint keys.
 
-The differentiable `merge` is for users; `RunningSoftmax` is the in-place accumulator that rings and kernels use. Both
-obey `ringspun.core.softmax`: ``(0, -inf)`` is the identity bit for bit, and zero weight selects.
+The differentiable `merge` is for users and for results from anywhere: rows marked empty may hold anything.
+`RunningSoftmax` is the in-place accumulator that rings and kernels use; emptiness is known from the tiles there, so
+what it is given is a number. Both obey `ringspun.core.softmax`: ``(0, -inf)`` is the identity bit for bit.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class RunningSoftmax:
         return self._lse
 
     def add(self, rows: Any, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial result into ``self.out[rows]``; `out` may be overwritten."""
+        """Merge a partial result into ``self.out[rows]``; rows that saw no key are (0, -inf). May overwrite `out`."""
         if self._out is None and self._lse is None and out.shape == self.shape:
             self._out, self._lse = out.to(self.dtype), lse.to(self.dtype)
             return

@@ -172,9 +172,7 @@ def _restore_optimizer(
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} must fit the model; it has no parameter {name!r}."
-            )
+            raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; it has no parameter {name!r}.")
         optimizer.state[parameters[name]][key] = tensor
 
 

@@ -68,9 +68,7 @@ class TrainConfig(_Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig, description="Which files are read.")
     seq_len: int = Field(gt=1, description="Tokens of one sequence; one sequence is one step's batch.")
-    ranks: int = Field(
-        default=1, gt=0, description="Processes that share each sequence. Any number, for any length."
-    )
+    ranks: int = Field(default=1, gt=0, description="Processes that share each sequence. Any number, for any length.")
     layout: str = Field(
         default="zigzag", description="Who holds which token: contiguous, zigzag, striped, striped(128)."
     )
@@ -82,13 +80,9 @@ class TrainConfig(_Section):
     final_lr: float = Field(
         default=0.0, ge=0, description="Learning rate at the last step (cosine decay); at most `lr`."
     )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Steps of linear warm-up from 0; less than `steps`."
-    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0; less than `steps`.")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's decay, of matrices only.")
-    clip_norm: float = Field(
-        default=1.0, gt=0, description="Gradients are scaled down to this norm; inf never clips."
-    )
+    clip_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm; inf never clips.")
     seed: int = Field(default=0, ge=0, description="Of the initial weights and the order of the documents.")
     checkpoint_every: int = Field(
         default=0,
@@ -111,9 +105,7 @@ class TrainConfig(_Section):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
         if self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"warmup_steps must be less than steps; got {self.warmup_steps} and steps = {self.steps}."
-            )
+            raise ValueError(f"warmup_steps must be less than steps; got {self.warmup_steps} and steps = {self.steps}.")
         if self.final_lr > self.lr:
             raise ValueError(f"final_lr must be at most lr; got {self.final_lr} and lr = {self.lr}.")
         if self.checkpoint_every > self.steps:

@@ -197,9 +197,7 @@ class ByteStream:
         except OSError as problem:
             raise _unreadable(path, problem) from None
         if not same:
-            raise DataError(
-                f"{path}: data must not change during a run; it had {size} bytes when the run began."
-            )
+            raise DataError(f"{path}: data must not change during a run; it had {size} bytes when the run began.")
         tokens = np.frombuffer(data, np.uint8).astype(np.int64)
         return np.append(tokens, END_OF_DOCUMENT) if wanted < limit else tokens
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -143,9 +146,29 @@ def start_ranks(ranks: int, function: Callable[..., T], *args: Any, logs: Path) 
         start_method=_start_method(),
     )
     try:
-        return dict(elastic_launch(plan, function)(*args))
+        with _signals_restored():
+            return dict(elastic_launch(plan, function)(*args))
     except ChildFailedError as problem:
         raise LaunchError(_explain(problem.failures, logs)) from None
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Undoes the launcher's signal handlers, which outlive it; a signal ends this program as it would have."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [(number, signal.getsignal(number)) for number in taken]
+    try:
+        yield
+    except SignalException as problem:
+        if problem.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + int(problem.sigval)) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
 def _start_method() -> str:

@@ -196,9 +196,7 @@ def _step(run: Run, state: TrainState, packed: PackedSequence) -> tuple[float, f
     if run.hooks.after_backward is not None:
         run.hooks.after_backward(number, state.model)
     digest = zlib.crc32(packed.ids.tobytes())
-    loss = check_step(
-        run.mesh, step=number, loss=float(share.detach()), gradient=state.gradient, data_digest=digest
-    )
+    loss = check_step(run.mesh, step=number, loss=float(share.detach()), gradient=state.gradient, data_digest=digest)
     run.mesh.sum_(state.gradient)
     norm = clip_(state.gradient, max_norm=run.config.clip_norm, step=number)
     for group in state.optimizer.param_groups:

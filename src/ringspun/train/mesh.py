@@ -60,9 +60,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
-            raise TypeError(
-                f"parameters must be float32; got {parameter.dtype} for {name}. Use autocast instead."
-            )
+            raise TypeError(f"parameters must be float32; got {parameter.dtype} for {name}. Use autocast instead.")
     sizes = [p.numel() for p in parameters]
     flat = torch.zeros(sum(sizes))
     for parameter, piece in zip(parameters, torch.split(flat, sizes), strict=True):
@@ -93,9 +91,7 @@ def check_step(mesh: Mesh, *, step: int, loss: float, gradient: Tensor, data_dig
     for rank, (share, whole, _) in enumerate(rows):
         if not math.isfinite(share) or not whole:
             what = f"loss is {share}" if not math.isfinite(share) else "gradient has a NaN or Inf"
-            raise NonFiniteError(
-                f"loss and gradients must be finite; at step {step} on rank {rank} the {what}."
-            )
+            raise NonFiniteError(f"loss and gradients must be finite; at step {step} on rank {rank} the {what}.")
     different = [rank for rank, row in enumerate(rows) if row[2] != rows[0][2]]
     if different:
         raise DataError(
@@ -113,9 +109,7 @@ def clip_(gradient: Tensor, *, max_norm: float, step: int) -> float:
     """
     norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     if not math.isfinite(norm):
-        raise NonFiniteError(
-            f"gradient norm must be finite; at step {step} the sum over the ranks has norm {norm}."
-        )
+        raise NonFiniteError(f"gradient norm must be finite; at step {step} the sum over the ranks has norm {norm}.")
     if norm > max_norm:
         gradient.mul_(max_norm / norm)
     return norm

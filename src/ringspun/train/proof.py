@@ -110,9 +110,7 @@ def prove(run: Run, state: TrainState) -> Proof | None:
     return proof
 
 
-def _compare(
-    run: Run, state: TrainState, packed: PackedSequence, loss: float, held: tuple[int, ...]
-) -> Proof:
+def _compare(run: Run, state: TrainState, packed: PackedSequence, loss: float, held: tuple[int, ...]) -> Proof:
     with _all_cores():
         model = _plain_model(run.config, state.model)
         reference = _plain_loss(model, packed)
@@ -171,9 +169,7 @@ def _plain_loss(model: nn.Module, packed: PackedSequence) -> Tensor:
 
 
 def _ring_attention_bytes(run: Run, packed: PackedSequence) -> int:
-    plan = run.context.partition(seq_len=len(packed.ids), documents=packed.documents).plan(
-        Causal() & packed.documents
-    )
+    plan = run.context.partition(seq_len=len(packed.ids), documents=packed.documents).plan(Causal() & packed.documents)
     return _attention_bytes(run.config, plan.partition.local_tokens, plan.attention)
 
 
@@ -215,9 +211,7 @@ def _publish(proof: Proof, run: Run) -> None:
     console.print(_gradient_table(proof))
     console.print(_memory_table(proof))
     if not proof.ok:
-        raise ProofError(
-            f"ring and one process must agree to {TOLERANCE:g}; the worst error is {proof.error:.2e}."
-        )
+        raise ProofError(f"ring and one process must agree to {TOLERANCE:g}; the worst error is {proof.error:.2e}.")
     console.print(
         f"proof: ring of {proof.ranks} = one process, worst error {proof.error:.1e}; written to {path}",
         highlight=False,
@@ -227,8 +221,8 @@ def _publish(proof: Proof, run: Run) -> None:
 
 def _gradient_table(proof: Proof) -> Table:
     table = Table(title=f"ring of {proof.ranks} against one process, {proof.seq_len:,} tokens, float32")
-    table.add_column("value")
-    for title in ("largest", "difference", "difference / largest"):
+    table.add_column("gradient of", no_wrap=True)
+    for title in ("largest", "difference", "relative"):
         table.add_column(title, justify="right")
     difference = abs(proof.loss_ring - proof.loss_one_process)
     table.add_row("loss", f"{proof.loss_one_process:.6f}", f"{difference:.1e}", f"{proof.loss_error:.1e}")

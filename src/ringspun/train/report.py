@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 MIB = 1 << 20
+_LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,7 @@ class StepRecord:
     tokens_per_s: float
     documents: int  # in this sequence
     documents_cut: int  # 1 if the last one goes on in the next sequence
-    peak_bytes: tuple[int, ...] | None = (
-        None  # per rank, above the step's start; of the one step that is profiled
-    )
+    peak_bytes: tuple[int, ...] | None = None  # per rank, above the step's start; of the one step that is profiled
 
 
 class Report:
@@ -39,7 +39,7 @@ class Report:
         folder: gets `log.jsonl`, `tensorboard/` and `loss.png`.
         steps: of the whole run.
         done: steps that a resumed run has already; later lines of an old log are dropped.
-        console: where to print; a bar is drawn only on a terminal, elsewhere one line about every tenth step.
+        console: where to print; a bar is drawn only on a terminal, elsewhere one line every 10 seconds.
     """
 
     def __init__(self, folder: Path, *, steps: int, done: int = 0, console: Console | None = None) -> None:
@@ -61,6 +61,7 @@ class Report:
         )
         self._task = self._bar.add_task("training", total=steps, completed=done, figures="")
         self._peak = ""
+        self._next_line_s = 0.0
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -90,12 +91,11 @@ class Report:
             for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
                 self._board.add_scalar(f"train/{key}", values[key], record.step)
         if record.peak_bytes:
-            self._peak = f", peak of a step per rank {max(record.peak_bytes) / MIB:,.1f} MiB"
+            self._peak = f", peak {max(record.peak_bytes) / MIB:,.1f} MiB a rank"
         figures = f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s{self._peak}"
         self._bar.update(self._task, completed=record.step, figures=figures)
-        if self._bar.disable and (
-            record.step % max(1, self._steps // 10) == 0 or record.step in (1, self._steps)
-        ):
+        if self._bar.disable and (record.step in (1, self._steps) or time.monotonic() > self._next_line_s):
+            self._next_line_s = time.monotonic() + _LINE_EVERY_S
             self.say(f"step {record.step}/{self._steps}: {figures}")
 
     def _draw(self) -> None:
@@ -141,4 +141,4 @@ def _tensorboard(folder: Path, done: int) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+    return SummaryWriter(str(folder), purge_step=done + 1)

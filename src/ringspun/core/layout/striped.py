@@ -31,6 +31,8 @@ class Striped(Layout):
     block: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.block, int | np.integer):
+            raise LayoutError(f"Striped block must be an integer; got {self.block!r}.")
         if self.block != 1 and self.block < SMALLEST_BLOCK:
             raise LayoutError(f"Striped block must be 1 or at least {SMALLEST_BLOCK} tokens; got {self.block}.")
 

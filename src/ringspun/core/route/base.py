@@ -12,6 +12,7 @@ The backward pass waits for incoming gradients only when its first tile is done,
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,7 +101,9 @@ class Route(ABC):
         """
 
     def __str__(self) -> str:
-        return type(self).__name__.lower()
+        """Name and options: what stands for the route in a plan's digest, so that different routes never look alike."""
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+        return f"{type(self).__name__.lower()}({shown})" if shown else type(self).__name__.lower()
 
 
 def messages(

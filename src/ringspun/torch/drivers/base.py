@@ -66,6 +66,8 @@ class Driver(ABC):
 
     size: int
     ring_ranks: tuple[int, ...]
+    devices: tuple[str, ...] | None = None
+    """Kinds of device whose tensors it can move; None: any."""
     counts: Counts
 
     @abstractmethod

@@ -45,9 +45,11 @@ class Gloo(Driver):
         self.size = dist.get_world_size(group)
         self.ring_rank = dist.get_rank(group)
         self.ring_ranks = (self.ring_rank,)
+        self.devices = ("cpu",)
         self.counts = Counts()
         self._timeout = timedelta(seconds=timeout_s)
         self._store = group.get_group_store()
+        self._came = 0
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +106,8 @@ class Gloo(Driver):
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
-        note = {"topic": topic, "fields": fields, "error": _describe(failure) if failure else None}
+        self._came = self._count()
+        note = {"topic": topic, "fields": fields, "error": _describe(failure) if failure else None, "came": self._came}
         self._leave(note)
         digests = self._exchange(FAILED if failure else digest, [32] * self.size, topic)
         if failure is None and all(d == digest for d in digests):
@@ -137,7 +140,13 @@ class Gloo(Driver):
     # -- notes in the store ------------------------------------------------------------------------------------------
 
     def report(self, failure: Exception) -> None:
-        self._leave({"topic": "a failed call", "fields": {}, "error": _describe(failure)})
+        self._leave({"topic": "a failed call", "fields": {}, "error": _describe(failure), "came": self._came})
+
+    def _count(self) -> int:
+        """How many agreements of this group this rank has come to, this one included, over all contexts."""
+        with contextlib.suppress(RuntimeError):
+            return int(self._store.add(f"ringspun/{self.ring_rank}/agreements", 1))
+        return self._came
 
     def _leave(self, note: dict[str, Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the store's host is gone: the wait that follows will say so
@@ -154,12 +163,17 @@ class Gloo(Driver):
         """What the peers' notes say: errors first, else where each was."""
         words: list[str] = []
         for rank in range(self.size):
-            note = self._note(rank) if rank != self.ring_rank else None
-            if note and note["error"]:
+            if rank == self.ring_rank:
+                continue
+            note = self._note(rank)
+            if note is None:
+                words.insert(0, f"ring rank {rank} has not been heard of")
+            elif note["error"]:
                 words.insert(0, f"ring rank {rank} reported {note['error']}")
-            elif note:
+            else:
                 inside = ", ".join(f"{k}={v}" for k, v in note["fields"].items())
-                words.append(f"ring rank {rank} last agreed on {note['topic']} ({inside})")
+                late = "has not come, it " if note["came"] < self._came else ""
+                words.append(f"ring rank {rank} {late}last agreed on {note['topic']} ({inside})")
         return f" {'; '.join(words)}." if words else ""
 
     # -- collectives -------------------------------------------------------------------------------------------------
@@ -198,5 +212,6 @@ def _mismatch(topic: str, digests: list[bytes], notes: list[dict[str, Any]]) -> 
     return f"{topic} must be the same on all ranks; {found or 'the digests differ'} (odd ranks: {odd})."
 
 
-def _describe(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"
+def _describe(failure: Exception, limit: int = 500) -> str:
+    text = f"{type(failure).__name__}: {failure}"
+    return text if len(text) <= limit else text[:limit] + "..."  # an error that quotes others' must not grow with them

@@ -1,0 +1,187 @@
+"""`ringspun check`: errors of a ring against the float64 oracle, judged by calibrated bars, as one JSON object."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import lru_cache
+from typing import Annotated, Any
+
+import typer
+
+from ringspun.cli.options import integers, split_list
+from ringspun.core.layout import Layout
+from ringspun.core.mask import Mask
+from ringspun.core.text import parse_layout, parse_mask
+from ringspun.testing import cases as tc
+from ringspun.testing.comparison import TENSORS, Errors, errors, judge, rms
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+DTYPES = ("float64", "float32", "bfloat16")
+BF16_SEEDS = 4
+
+
+@app.command()
+def check(
+    ranks: Annotated[str, typer.Option(help="Ring sizes, comma list.")] = "1,2,4",
+    seq_len: Annotated[str, typer.Option(help="Global lengths (tokens), comma list.")] = "7,77,128",
+    mask: Annotated[str, typer.Option(help="Masks, comma list, or 'all'.")] = "all",
+    layout: Annotated[str, typer.Option(help="Layouts, comma list, or 'all'.")] = "all",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16; comma list.")] = "float64",
+    driver: Annotated[str, typer.Option(help="'loopback' (one thread) or 'gloo' (processes).")] = "loopback",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, every case.")] = False,
+    failures_only: Annotated[bool, typer.Option(help="With --json: list only cases that fail.")] = False,
+) -> None:
+    """Run a ring against dense float64 attention, forward and backward; exit 1 if any case misses its bar."""
+    try:
+        wanted = list(_cases(ranks, seq_len, mask, layout, dtype))
+        if driver not in ("loopback", "gloo"):
+            raise ValueError(f"driver must be 'loopback' or 'gloo'; got {driver!r}.")
+    except (ValueError, TypeError) as problem:
+        typer.echo(f"ringspun check: {problem}", err=True)
+        raise typer.Exit(2) from None
+    results = []
+    with ExitStack() as stack:
+        runner = _Runner(driver, stack)
+        for case in wanted:
+            results.append(runner.run(case))
+            if not as_json:
+                _progress(results[-1])
+    report = _report(driver, results)
+    if failures_only:
+        report["cases"] = [r for r in report["cases"] if not r["ok"]]
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        typer.echo(f"{report['passed']} of {report['count']} cases within their bars")
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+def _cases(ranks: str, seq_len: str, mask: str, layout: str, dtype: str) -> Iterator[tc.Case]:
+    layouts: list[Layout] = list(tc.LAYOUTS) if layout == "all" else [parse_layout(t) for t in split_list(layout)]
+    dtypes = split_list(dtype)
+    for name in dtypes:
+        if name not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
+    for s in integers("seq-len", seq_len, least=1):
+        masks: list[Mask] = list(tc.all_masks(s)) if mask == "all" else [parse_mask(t) for t in split_list(mask)]
+        for m in masks:
+            m.regions(s, s)  # a mask that does not fit its length is refused before anything runs
+        sizes = integers("ranks", ranks, least=1)
+        for m, name, lay, r in itertools.product(masks, dtypes, layouts, sizes):
+            yield tc.Case(r, s, m, lay, name)
+
+
+class _Runner:
+    """Runs cases on a loopback or on pools of processes, one per ring size."""
+
+    def __init__(self, driver: str, stack: ExitStack) -> None:
+        self._driver, self._stack = driver, stack
+        self._pools: dict[int, Any] = {}
+
+    def run(self, case: tc.Case) -> dict[str, Any]:
+        """One case as a row of the report."""
+        seeds = range(BF16_SEEDS) if case.dtype == "bfloat16" else range(1)
+        seeded = [replace(case, seed=seed) for seed in seeds]
+        found = [self._errors(c) for c in seeded]
+        dense = [_dense_errors(replace(c, ranks=1, layout=tc.LAYOUTS[0])) for c in seeded]
+        alone = None
+        if case.dtype == "bfloat16" and case.ranks > 1:
+            alone = [_loopback_errors(replace(c, ranks=1, layout=tc.LAYOUTS[0])) for c in seeded]
+        ok, bars = judge(case.dtype, found, dense, alone)
+        shown = rms(found) if case.dtype == "bfloat16" else {n: max(e.worst[n] for e in found) for n in TENSORS}
+        return {
+            "ok": ok,
+            "ranks": case.ranks,
+            "seq_len": case.seq_len,
+            "mask": str(case.mask),
+            "layout": str(case.layout),
+            "dtype": case.dtype,
+            "error": shown,
+            "bar": bars,
+        }
+
+    def _errors(self, case: tc.Case) -> Errors:
+        if self._driver == "loopback":
+            return _loopback_errors(case)
+        if case.ranks not in self._pools:
+            from ringspun.testing.pool import RankPool
+
+            self._pools[case.ranks] = self._stack.enter_context(RankPool(case.ranks))
+        return self._pools[case.ranks].run(_errors_on_rank, case)[0]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=8)
+def _oracle(case: tc.Case) -> Any:
+    """Rounded inputs and the oracle's answer; the same for every layout and ring size."""
+    from ringspun.testing import torch as tt
+
+    given = tt.rounded(case, tc.inputs(case))
+    used = given if case.dtype != "bfloat16" else replace(given, dlse=0 * given.dlse)
+    return given, tc.reference(case, used)
+
+
+def _key(case: tc.Case) -> tc.Case:
+    return replace(case, ranks=1, layout=tc.LAYOUTS[0])
+
+
+@lru_cache(maxsize=64)
+def _dense_errors(case: tc.Case) -> Errors:
+    from ringspun.testing import torch as tt
+
+    given, ref = _oracle(_key(case))
+    return errors(tt.run_dense(case, given), ref)
+
+
+@lru_cache(maxsize=64)
+def _loopback_errors(case: tc.Case) -> Errors:
+    from ringspun.testing import torch as tt
+
+    given, ref = _oracle(_key(case))
+    return errors(tt.run_ring(case, given), ref)
+
+
+def _errors_on_rank(rank: int, case: tc.Case) -> Errors:
+    """On a rank of a pool of processes; every rank gathers the whole result, rank 0's is reported."""
+    from ringspun.testing import torch as tt
+    from ringspun.torch import ContextParallel
+
+    given, ref = _oracle(_key(case))
+    return errors(tt.run_ring(case, given, ContextParallel(layout=case.layout, timeout_s=60)), ref)
+
+
+def _progress(row: dict[str, Any]) -> None:
+    worst = max(row["error"].values())
+    state = "ok  " if row["ok"] else "FAIL"
+    what = f"R={row['ranks']} S={row['seq_len']} {row['dtype']} {row['layout']} {row['mask'][:60]}"
+    typer.echo(f"{state} {worst:.1e} {what}")
+
+
+def _report(driver: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    worst: dict[str, dict[str, float]] = {}
+    for row in results:
+        mine = worst.setdefault(row["dtype"], dict.fromkeys(TENSORS, 0.0))
+        for name in TENSORS:
+            mine[name] = max(mine[name], row["error"][name])
+    passed = sum(r["ok"] for r in results)
+    return {
+        "ok": passed == len(results) and bool(results),
+        "count": len(results),
+        "passed": passed,
+        "driver": driver,
+        "python": sys.version.split()[0],
+        "torch": _torch_version(),
+        "worst_error": worst,
+        "cases": results,
+    }
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)

@@ -1,0 +1,130 @@
+"""Timing a ring beside one process: the same work in turn, in one run, judged by the ratio of pairs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringspun.core.layout import Layout
+from ringspun.core.mask import Causal, Full, Mask
+from ringspun.torch import ContextParallel, Loopback, Plan
+from ringspun.train.memory import peak_memory
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention call to time, forward + backward, batch 1.
+
+    Args:
+        ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name. mask, layout: of the ring.
+    """
+
+    ranks: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+    mask: Mask
+    layout: Layout
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Threads of each of `ranks` processes on this machine."""
+    return max(1, CORES // ranks)
+
+
+def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
+    """On every rank of a pool: seconds of each repeat, all ranks starting together."""
+    torch.set_num_threads(threads_per_rank(work.ranks))
+    plan = ContextParallel(layout=work.layout).plan(work.seq_len, work.mask)
+    q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
+    return [_once(plan, q, k, v, dout, barrier=True) for _ in range(repeats)]
+
+
+def peak_on_rank(ring_rank: int, work: Work) -> int:
+    """On every rank of a pool: peak bytes of a first forward + backward above what the inputs take, one thread."""
+    torch.set_num_threads(1)
+    plan = ContextParallel(layout=work.layout).plan(work.seq_len, work.mask)
+    q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
+    with peak_memory() as peak:
+        torch.autograd.grad(plan.attention(q, k, v), (q, k, v), dout)
+    return peak.bytes
+
+
+def time_alone(work: Work, repeats: int) -> tuple[list[float], str]:
+    """The whole sequence in this process with all cores: seconds of each repeat, and what ran.
+
+    Causal and full masks run torch's own `scaled_dot_product_attention`; others, which it cannot do without a dense
+    mask, run this package's plan on one rank.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(CORES)
+    try:
+        q, k, v, dout = _tensors(work, work.seq_len, seed=0)
+        if isinstance(work.mask, Causal | Full):
+            return [_once_dense(work.mask, q, k, v, dout) for _ in range(repeats)], "scaled_dot_product_attention"
+        plan = ContextParallel(Loopback(1), layout=work.layout).plan(work.seq_len, work.mask)
+        return [_once(plan, q, k, v, dout, barrier=False) for _ in range(repeats)], "ringspun on one rank"
+    finally:
+        torch.set_num_threads(before)
+
+
+def _tensors(work: Work, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, work.dtype)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(1, heads, rows, work.head_size, generator=generator).to(dtype)
+
+    q, k, v = (random(h).requires_grad_() for h in (work.heads, work.kv_heads, work.kv_heads))
+    return q, k, v, random(work.heads)
+
+
+def _once(plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, barrier: bool) -> float:
+    if barrier:
+        dist.barrier()
+    start = time.perf_counter()
+    torch.autograd.grad(plan.attention(q, k, v), (q, k, v), dout)
+    return time.perf_counter() - start
+
+
+def _once_dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
+    start = time.perf_counter()
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=isinstance(mask, Causal), enable_gqa=grouped)
+    torch.autograd.grad(out, (q, k, v), dout)
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ratio of paired times.
+
+    Args:
+        median: of the pairs' ratios. low, high: its bootstrap interval. level: of the interval.
+    """
+
+    median: float
+    low: float
+    high: float
+    level: float = 0.9
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, samples: int = 2000, level: float = 0.9) -> Ratio:
+    """Median of ``ours / theirs`` over pairs, with the bootstrap interval of that median."""
+    ratios = np.asarray(ours) / np.asarray(theirs)
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(ratios, (samples, len(ratios))), axis=1)
+    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
+    return Ratio(float(np.median(ratios)), float(low), float(high), level)

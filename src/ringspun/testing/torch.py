@@ -1,0 +1,79 @@
+"""Running the shared cases on PyTorch: a ring (loopback or processes) and dense attention in the same dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspun.testing.cases import Case, Inputs
+from ringspun.testing.comparison import TENSORS
+from ringspun.torch import ContextParallel, Loopback
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def rounded(case: Case, given: Inputs) -> Inputs:
+    """`given` as the case's dtype holds it, so that the rounding of inputs is no error of attention."""
+    dtype = getattr(torch, case.dtype)
+    q, k, v, dout = (torch.from_numpy(getattr(given, n)).to(dtype).double().numpy() for n in ("q", "k", "v", "dout"))
+    return replace(given, q=q, k=k, v=v, dout=dout)
+
+
+def run_ring(
+    case: Case, given: Inputs, context: ContextParallel | None = None, *, kernel: str | None = None
+) -> dict[str, np.ndarray]:
+    """A case on a ring, forward and backward, gathered in global order: float64 copies of out, lse, dq, dk, dv.
+
+    Args:
+        context: the ring; default a `Loopback` of the case's size. Gradients are summed over a ring of processes.
+    """
+    context = context or ContextParallel(Loopback(case.ranks, seed=case.seed), layout=case.layout)
+    plan = context.plan(case.seq_len, case.mask)
+    part, dtype = plan.partition, getattr(torch, case.dtype)
+    q, k, v = (part.shard(torch.from_numpy(x).to(dtype), dim=2).requires_grad_() for x in (given.q, given.k, given.v))
+    out, lse = plan.attention(q, k, v, return_lse=True, kernel=kernel)
+    dout = part.shard(torch.from_numpy(given.dout).to(dtype), dim=2)
+    dlse = part.shard(torch.from_numpy(given.dlse).to(lse.dtype), dim=2)
+    # bfloat16 tests the usual call, in which nobody uses lse: the extra column that carries dlse would be rounded
+    ends, grads = ((out,), (dout,)) if case.dtype == "bfloat16" else ((out, lse), (dout, dlse))
+    dq, dk, dv = torch.autograd.grad(ends, (q, k, v), grads)
+    parts = dict(zip(TENSORS, (out, lse, dq, dk, dv), strict=True))
+    return {name: _numpy(part.gather(x.detach(), dim=2)) for name, x in parts.items()}
+
+
+def run_dense(case: Case, given: Inputs) -> dict[str, np.ndarray]:
+    """The same case as one call of torch's own attention with an explicit mask, in the case's dtype: the yardstick."""
+    dtype = getattr(torch, case.dtype)
+    size = max(case.shape.head_size, case.shape.value_size) + (case.dtype != "bfloat16")
+    scale = case.shape.head_size**-0.5
+    allowed = torch.from_numpy(case.mask.as_array(case.seq_len))
+    bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -torch.inf)
+    seen = allowed.any(-1)
+    bias[~seen] = 0.0  # rows without keys are cut out by hand: ops differ on them
+    q, k, v, dout = (_padded(x, size, dtype) for x in (given.q, given.k, given.v, given.dout))
+    out, lse = _forward(q, k, v, attn_mask=bias, scale=scale)
+    dout = dout * seen[:, None]
+    op_out = out
+    if case.dtype != "bfloat16":  # the spare column carries dlse: delta - dlse
+        column = case.shape.value_size
+        op_out = torch.zeros_like(out)
+        delta = (out * dout).sum(-1) - torch.from_numpy(given.dlse).to(dtype)
+        op_out[..., column], dout[..., column] = delta, seen.to(dtype)
+    dq, dk, dv = _backward(dout, q, k, v, op_out, lse.contiguous(), 0.0, False, attn_mask=bias, scale=scale)
+    out, lse = out * seen[:, None], lse.masked_fill(~seen, -torch.inf)
+    d, e = case.shape.head_size, case.shape.value_size
+    cut = dict(zip(TENSORS, (out[..., :e], lse, dq[..., :d], dk[..., :d], dv[..., :e]), strict=True))
+    return {name: _numpy(x) for name, x in cut.items()}
+
+
+def _padded(x: np.ndarray, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.pad(torch.from_numpy(x).to(dtype), (0, size - x.shape[-1]))
+
+
+def _numpy(x: Tensor) -> Any:
+    return x.detach().double().numpy()

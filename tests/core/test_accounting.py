@@ -1,0 +1,112 @@
+"""Accounting: counts from a schedule, against formulas written down by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
+from ringspun.core.accounting import account, imbalance, memory, sources
+from ringspun.core.route import Ring
+from ringspun.core.schedule import Geometry
+from ringspun.core.wire import HEADER_BYTES, Format
+from tests.core import strategies
+
+HALF = Format(
+    batch=3, heads=6, kv_heads=2, head_size=5, value_size=7, dtype="bfloat16", itemsize=2, accumulator_itemsize=4
+)
+DOUBLE = Format(
+    batch=1, heads=4, kv_heads=4, head_size=8, value_size=8, dtype="float64", itemsize=8, accumulator_itemsize=8
+)
+
+
+def make(mask, length, size, layout):
+    return Geometry(size, tuple(range(size)), layout, Ring()).schedule(mask, length)
+
+
+def message(wire, rows, itemsize):
+    """Header, keys and values, each at a multiple of 64 bytes."""
+    up = [-(-wire.batch * wire.kv_heads * rows * d * itemsize // 64) * 64 for d in (wire.head_size, wire.value_size)]
+    return HEADER_BYTES + sum(up)
+
+
+@given(strategies.masks(24, leaves=3), st.integers(1, 5), strategies.layouts())
+def test_pairs_and_flops(mask, size, layout):
+    allowed = int(mask.as_array(24).sum())
+    for backward, products in ((False, 2 * (5 + 7)), (True, 2 * (3 * 5 + 2 * 7))):
+        accounts = [
+            account(s.backward if backward else s.forward, HALF, backward=backward)
+            for s in make(mask, 24, size, layout)
+        ]
+        assert sum(int(a.pairs.sum()) for a in accounts) == allowed
+        assert sum(a.flops for a in accounts) == allowed * products * HALF.batch * HALF.heads
+        assert all(isinstance(a.flops, int) for a in accounts)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
+@pytest.mark.parametrize(("size", "length"), [(1, 9), (2, 9), (4, 35), (5, 40)])
+def test_bytes_of_a_full_ring(layout, size, length):
+    """Forward relays R - 1 blocks to the next rank; backward relays them again and their gradients one hop farther."""
+    for s in make(Full(), length, size, layout):
+        r, held = s.ring_rank, s.tokens.tolist()
+        blocks = sum(message(HALF, held[(r - t) % size], 2) for t in range(size - 1))
+        forward = account(s.forward, HALF, backward=False)
+        assert forward.sent_bytes == ({(r + 1) % size: blocks} if size > 1 else {})
+        assert (forward.messages, forward.hops, forward.total_sent_bytes) == (size - 1, size - 1, blocks)
+        gradients = sum(message(HALF, held[(r - t) % size], 4) for t in range(1, size))
+        backward = account(s.backward, HALF, backward=True)
+        assert backward.total_sent_bytes == blocks + gradients
+        assert (backward.messages, backward.hops) == (2 * (size - 1), size - 1)
+
+
+def test_bytes_of_a_cut_ring_by_peer():
+    """window(6) on shards of 5 goes one hop; gradients go back the same way."""
+    for s in make(Window(6), 20, 4, Contiguous()):
+        r = s.ring_rank
+        forward, backward = account(s.forward, DOUBLE, backward=False), account(s.backward, DOUBLE, backward=True)
+        assert forward.sent_bytes == ({r + 1: message(DOUBLE, 5, 8)} if r < 3 else {})
+        assert backward.sent_bytes == forward.sent_bytes | ({r - 1: message(DOUBLE, 5, 8)} if r > 0 else {})
+
+
+def test_imbalance_per_step():
+    even = make(Causal(), 32, 4, Zigzag())
+    np.testing.assert_array_equal(imbalance(even), 1.0)
+    uneven = make(Causal(), 32, 4, Contiguous())  # 36 pairs each, then 64 on 3, 2, 1 of the 4 ranks
+    np.testing.assert_allclose(imbalance(uneven), [1, 4 / 3, 2, 4])
+    idle = make(Documents([4], starts=[8]), 16, 2, Contiguous())
+    np.testing.assert_allclose(imbalance(idle), [2])
+    np.testing.assert_array_equal(imbalance(make(Documents([]), 16, 2, Contiguous())), [1])
+
+
+def test_sources():
+    (s,) = Geometry(3, (1,), Zigzag(), Ring()).schedule(Full(), 12)
+    assert sources(s.forward) == [1, 0, 2] and sources(s.backward) == [1, 0, 2, 1]
+
+
+@pytest.mark.parametrize("wire", [HALF, DOUBLE], ids=lambda w: w.dtype)
+def test_memory_itemised(wire):
+    for s in make(Full(), 22, 4, Contiguous()):
+        rows, most, b = s.local_tokens, 6, wire.batch
+        h, k, d, dv = wire.heads, wire.kv_heads, wire.head_size, wire.value_size
+        m = memory(s, wire)
+        assert m.tensors == wire.itemsize * b * rows * (h * (2 * d + 2 * dv) + k * (2 * d + 2 * dv))
+        assert m.lse == wire.accumulator_itemsize * b * h * rows * 2
+        assert m.accumulators == wire.accumulator_itemsize * b * rows * max(h * dv, h * d + k * (d + dv))
+        assert m.block_slots == 2 * message(wire, most, wire.itemsize), "two blocks in flight"
+        assert m.gradient_slots == 2 * message(wire, most, wire.accumulator_itemsize)
+        assert m.total == m.tensors + m.lse + m.block_slots + m.gradient_slots + m.accumulators
+
+
+def test_memory_without_neighbours():
+    (s,) = make(Causal(), 22, 1, Contiguous())
+    m = memory(s, HALF)
+    assert m.block_slots == m.gradient_slots == 0 and m.tensors > 0
+
+
+def test_Q4_blocks_in_flight_do_not_grow_with_the_ring():
+    """Ring keeps every received KV block, so memory grows to the full KV."""
+    per_ring = [memory(make(Full(), 6 * size, size, Contiguous())[0], HALF) for size in (2, 3, 4, 8)]
+    assert len({m.block_slots for m in per_ring}) == 1
+    assert len({m.gradient_slots for m in per_ring[1:]}) == 1

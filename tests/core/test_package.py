@@ -1,0 +1,92 @@
+"""The package as a house: what importing it loads, what it exports, which way its imports point."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringspun
+from ringspun import errors
+
+CORE = Path(ringspun.__file__).parent / "core"
+
+
+def loaded_by(statement):
+    """The frameworks that a fresh interpreter has loaded after `statement`."""
+    program = f"import sys; {statement}; print(*(m for m in ('torch', 'jax', 'transformers') if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return result.stdout.split()
+
+
+def test_importing_ringspun_loads_no_framework():
+    assert loaded_by("import ringspun; ringspun.Causal() & ringspun.Window(3)") == []
+
+
+def test_the_whole_core_loads_no_framework():
+    modules = sorted(
+        ".".join(("ringspun.core", *path.relative_to(CORE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in CORE.rglob("*.py")
+    )
+    assert "ringspun.core.route.ring" in modules and "ringspun.core" in modules
+    assert loaded_by(f"import {', '.join(modules)}") == []
+
+
+def test_public_names_are_pinned():
+    assert (
+        list(ringspun.__all__)
+        == sorted(ringspun.__all__)
+        == [
+            "Anchors",
+            "Band",
+            "Causal",
+            "Chunks",
+            "Contiguous",
+            "Documents",
+            "Full",
+            "Layout",
+            "Mask",
+            "Prefix",
+            "Striped",
+            "Window",
+            "Zigzag",
+            "__version__",
+            "parse_layout",
+            "parse_mask",
+        ]
+    )
+    assert all(hasattr(ringspun, name) for name in ringspun.__all__)
+
+
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))
+def test_core_imports_numpy_and_itself_alone(path):
+    allowed = {"numpy", "ringspun.core", "ringspun.errors"} | set(sys.stdlib_module_names)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [node.module]
+        for name in names:
+            roots = {name.split(".")[0], ".".join(name.split(".")[:2])}
+            assert roots & allowed, f"{path.name} imports {name}"
+
+
+def drawn_tree():
+    for line in errors.__doc__.splitlines():
+        if line.startswith(("├── ", "└── ", "RingspunWarning")):
+            name, builtin = line.lstrip("├└─ ").split()[:2]
+            yield name, getattr(builtins, builtin.strip("()"))
+
+
+def test_the_tree_drawn_in_errors_is_the_tree():
+    drawn = dict(drawn_tree())
+    defined = {n: c for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, Exception)}
+    assert set(drawn) == set(defined) - {"RingspunError"}
+    for name, builtin in drawn.items():
+        assert issubclass(defined[name], builtin), name
+        assert issubclass(defined[name], errors.RingspunError) == (name != "RingspunWarning"), name
+        assert defined[name].__doc__

@@ -1,0 +1,132 @@
+"""Masks and layouts from strings: what reads, and what an error says of what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringspun import (
+    Anchors,
+    Band,
+    Causal,
+    Contiguous,
+    Documents,
+    Full,
+    Prefix,
+    Striped,
+    Window,
+    Zigzag,
+    parse_layout,
+    parse_mask,
+)
+from ringspun.errors import LayoutError, MaskError
+
+
+@pytest.mark.parametrize(
+    ("text", "mask"),
+    [
+        ("causal", Causal()),
+        ("  Causal() ", Causal()),
+        ("causal & window(4096)", Causal() & Window(4096)),
+        ("causal & (window(64) | anchors(4))", Causal() & (Window(64) | Anchors(4))),
+        ("causal & window(64) | anchors(4)", (Causal() & Window(64)) | Anchors(4)),
+        ("window(size=3)", Window(3)),
+        ("band(None, -2)", Band(None, -2)),
+        ("documents([2, 3], starts=[1, 4])", Documents([2, 3], [1, 4])),
+        ("documents((2, 3))", Documents([2, 3])),
+        ("causal | prefix([1, 2], documents=documents([3, 4]))", Causal() | Prefix([1, 2], Documents([3, 4]))),
+        ("full", Full()),
+    ],
+)
+def test_masks_read(text, mask):
+    assert parse_mask(text) == mask
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("contiguous", Contiguous()),
+        ("Zigzag()", Zigzag()),
+        ("striped", Striped()),
+        ("striped(1)", Striped()),
+        ("striped(128)", Striped(128)),
+        ("striped(block=256)", Striped(256)),
+    ],
+)
+def test_layouts_read_and_print(text, layout):
+    assert parse_layout(text) == layout
+    assert parse_layout(str(layout)) == layout
+
+
+def test_layouts_print_without_defaults():
+    assert [str(x) for x in (Contiguous(), Zigzag(), Striped(), Striped(128))] == [
+        "contiguous",
+        "zigzag",
+        "striped",
+        "striped(128)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("causal & windw(4)", r"mask must be readable; 'windw' is no mask; did you mean 'window'\? at column 10 of"),
+        ("casual", r"'casual' is no mask; did you mean 'causal'\? at column 1 of 'casual'\."),
+        ("  casual  ", r"at column 1 of 'casual'\."),
+        (
+            "xyz",
+            r"'xyz' is no mask; known: anchors, band, causal, chunks, documents, full, prefix, window at column 1",
+        ),
+        ("zigzag", r"'zigzag' is no mask; "),
+        ("causal & 3", r"expected a name at column 10 of"),
+        ("causal + full", r"expected a name at column 1 of"),
+        ("causal & (full | window(0))", r"window: Window size must be >= 1; got 0\. at column 18 of"),
+        ("window", r"window: .*missing 1 required positional argument: 'size' at column 1"),
+        ("causal & window(4, 5)", r"window: .* at column 10 of"),
+        ("window(siz=4)", r"window: .*'siz'.* at column 1 of"),
+        ("window('4')", r"window: Window size must be an integer; got '4'\. at column 1"),
+        ("documents([1, 2.5])", r"documents: document lengths must be integers; got float64\. at column 1"),
+        (
+            "documents([2, 3], starts=[0, 1])",
+            r"documents: documents must follow each other without overlap; .* at column 1",
+        ),
+        (
+            "causal | prefix(2, documents=documnts([2]))",
+            r"'documnts' is no mask; did you mean 'documents'\? at column 30 of",
+        ),
+        ("prefix(2, documents=[2])", r"prefix: Prefix documents must be Documents; got \[2\]\. .*at column 1"),
+        ("documents(*[2])", r"expected a name at column 11 of"),
+        ("window(**{'size': 4})", r"at column 1 of"),
+        ("full(causal)", r"full: .* at column 1 of"),
+        ("causal & ", r"at column \d+ of 'causal &'\."),
+        ("causal & & full", r"invalid syntax at column 10 of"),
+        ("causal)", r"at column 7 of"),
+        ("", r"at column 1 of ''\."),
+        ("__import__('os').system('true')", r"expected a name at column 1 of"),
+        ("window(__import__('os'))", r"'__import__' is no mask; .* at column 8 of"),
+    ],
+)
+def test_unreadable_masks_say_where(text, words):
+    with pytest.raises(MaskError, match=words) as caught:
+        parse_mask(text)
+    assert str(caught.value).startswith("mask must be readable; ")
+    assert str(caught.value).count(" at column ") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "zigzga",
+            r"layout must be readable; 'zigzga' is no layout; did you mean 'zigzag'\? at column 1 of 'zigzga'\.",
+        ),
+        ("causal", r"'causal' is no layout; known: contiguous, striped, zigzag at column 1"),
+        ("striped(64)", r"striped: Striped block must be 1 or at least 128 tokens; got 64\. at column 1"),
+        ("striped(128.5)", r"striped: Striped block must be an integer; got 128\.5\. at column 1"),
+        ("zigzag & striped", r"a layout does not combine at column 1 of"),
+        ("zigzag(3)", r"zigzag: .* at column 1"),
+        ("striped(", r"at column \d+ of"),
+    ],
+)
+def test_unreadable_layouts_say_where(text, words):
+    with pytest.raises(LayoutError, match=words):
+        parse_layout(text)

@@ -1,0 +1,355 @@
+"""Tiles: every allowed pair is computed once, by the rank that holds the query, at the step that holds the key."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from ringspun import Anchors, Band, Causal, Chunks, Contiguous, Documents, Full, Prefix, Striped, Window, Zigzag
+from ringspun.core import regions as rg
+from ringspun.core import tiles as tl
+from ringspun.core.partition import Partition
+from ringspun.core.route import Ring
+from ringspun.core.route.base import StepColumn
+from ringspun.core.schedule import Geometry
+from ringspun.errors import PlanError, RingspunWarning
+from tests.core import strategies
+from tests.core.strategies import MixedSteps, Scattered
+
+LENGTH = 32
+
+
+def times_computed(queries, keys, tiles_by_rank):
+    """How often each global pair is in a tile: ``tiles_by_rank`` yields (rank, source, tile)."""
+    times = np.zeros((queries.seq_len, keys.seq_len), int)
+    for rank, source, (b0, b1, q0, q1, k0, k1, lo, hi) in tiles_by_rank:
+        assert (b0, b1) == (0, -1)
+        q, k = queries.positions(rank)[q0:q1], keys.positions(source)[k0:k1]
+        assert len(q) == q1 - q0 > 0 and len(k) == k1 - k0 > 0, "a tile reaches beyond the rows of its rank"
+        behind = np.arange(q0, q1)[:, None] - np.arange(k0, k1)[None, :]
+        times[np.ix_(q, k)] += (lo <= behind) & (behind <= hi)
+    return times
+
+
+def built(queries, keys, regions):
+    for rank in range(queries.ring_size):
+        tiles, source = tl.build(queries, keys, regions, rank)
+        assert (np.diff(source) >= 0).all()
+        yield from ((rank, s, tile) for s, tile in zip(source, tiles, strict=True))
+
+
+@st.composite
+def plans(draw):
+    length = draw(st.integers(0, LENGTH))
+    return draw(strategies.masks(length)), length, draw(st.integers(1, 7)), draw(strategies.layouts())
+
+
+@given(plans())
+def test_every_allowed_pair_is_computed_exactly_once_at_the_right_step(plan):
+    mask, length, size, layout = plan
+    geometry = Geometry(size, tuple(range(size)), layout, Ring())
+    partition = geometry.partition(length)
+    schedules = geometry.schedule(mask, length)
+    for direction in ("forward", "backward"):
+        passes = [getattr(s, direction) for s in schedules]
+        tiles = [
+            (rank, one.steps[step, StepColumn.SOURCE], tile)
+            for rank, one in enumerate(passes)
+            for step in range(len(one))
+            for tile in one.tiles_of(step)
+        ]
+        np.testing.assert_array_equal(times_computed(partition, partition, tiles), mask.as_array(length))
+        assert sum(int(one.pairs.sum()) for one in passes) == mask.as_array(length).sum()
+        assert all(tl.count_pairs(one.tiles).all() for one in passes), "a tile without pairs"
+
+
+@given(plans())
+def test_meetings_are_the_ranks_that_share_a_pair(plan):
+    mask, length, size, layout = plan
+    partition = Partition(length, size, layout)
+    met = np.zeros((size, size), bool)
+    met[tuple(tl.meetings(partition, partition, mask.regions(length, length)).T)] = True
+    dense, held = mask.as_array(length), [partition.positions(r) for r in range(size)]
+    np.testing.assert_array_equal(met, [[dense[np.ix_(a, b)].any() for b in held] for a in held])
+
+
+@st.composite
+def two_lengths(draw):
+    q_len, k_len = draw(st.integers(0, LENGTH)), draw(st.integers(0, LENGTH))
+    size = draw(st.integers(1, 5))
+    one_step = st.sampled_from((Contiguous(), Zigzag())) | st.builds(Scattered, st.integers(0, 99))
+    mask = draw(strategies.masks(min(q_len, k_len)))
+    return mask, Partition(q_len, size, draw(one_step)), Partition(k_len, size, draw(one_step))
+
+
+@given(two_lengths())
+def test_queries_and_keys_may_be_dealt_differently(case):
+    mask, queries, keys = case
+    regions = mask.regions(queries.seq_len, keys.seq_len)
+    times = times_computed(queries, keys, built(queries, keys, regions))
+    np.testing.assert_array_equal(times, mask.as_array(queries.seq_len, keys.seq_len))
+    met = set(map(tuple, tl.meetings(queries, keys, regions).tolist()))
+    assert met == {(r, s) for r, s, _ in built(queries, keys, regions)}
+
+
+def test_many_short_documents_on_few_ranks():
+    """Far more regions than runs: `meetings` counts by edges instead of listing."""
+    docs = Documents([1, 2] * 40)
+    for layout in (Contiguous(), Zigzag(), Scattered(5)):
+        partition = Partition(docs.end, 3, layout)
+        regions = (Causal() & docs).regions(docs.end, docs.end)
+        times = times_computed(partition, partition, built(partition, partition, regions))
+        np.testing.assert_array_equal(times, (Causal() & docs).as_array(docs.end))
+
+
+# ---- steps ----
+
+
+@given(strategies.masks(12), st.integers(1, 4))
+@example(Documents([2], starts=[1]) & Band(0, 5), 3)  # query 1 (step 4) sees key 2 (step 2), and no pair the other way
+def test_runs_that_meet_without_a_common_step_are_refused_and_never_lost(mask, size):
+    """A layout of mixed steps either computes exactly what the mask says, or makes no plan at all."""
+    partition = Partition(12, size, MixedSteps())
+    regions = mask.regions(12, 12)
+    try:
+        tl.meetings(partition, partition, regions)
+    except PlanError:
+        with pytest.raises(PlanError):
+            list(built(partition, partition, regions))
+        return
+    times = times_computed(partition, partition, built(partition, partition, regions))
+    np.testing.assert_array_equal(times, mask.as_array(12))
+
+
+def test_mixed_steps_that_never_meet_run():
+    mask = Documents([1] * 12)
+    partition = Partition(12, 3, MixedSteps())
+    times = times_computed(partition, partition, built(partition, partition, mask.regions(12, 12)))
+    np.testing.assert_array_equal(times, np.eye(12))
+
+
+def test_differing_steps_name_steps_and_layouts():
+    queries, keys = Partition(12, 3, Striped()), Partition(12, 3, Contiguous())
+    for call in (
+        lambda: tl.build(queries, keys, Causal().regions(12, 12), 0),
+        lambda: tl.meetings(queries, keys, Causal().regions(12, 12)),
+    ):
+        with pytest.raises(
+            PlanError,
+            match=r"query and key runs that meet must share a step; got steps 3 and 1 \(striped and contiguous\)\. "
+            r"Use one layout for both\.",
+        ):
+            call()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 9])
+def test_single_tokens_have_every_step(size):
+    """Striped over more ranks than half the tokens leaves runs of one token; they share a step with all others."""
+    for length in (size, size + 1, 2 * size - 1):
+        partition = Partition(length, size, Striped())
+        times = times_computed(partition, partition, built(partition, partition, Causal().regions(length, length)))
+        np.testing.assert_array_equal(times, Causal().as_array(length))
+
+
+@given(strategies.masks(300, leaves=3), st.integers(1, 3), st.sampled_from((128, 131)))
+def test_block_stripes(mask, size, block):
+    partition = Partition(300, size, Striped(block))
+    regions = mask.regions(300, 300)
+    assume(len(regions) < 40)
+    times = times_computed(partition, partition, built(partition, partition, regions))
+    np.testing.assert_array_equal(times, mask.as_array(300))
+
+
+# ---- how many ----
+
+
+def counts(mask, layout, size, length):
+    """Tiles and pairs by rank and step, ``[R, R]`` each, before hops that nobody needs are cut."""
+    partition = Partition(length, size, layout)
+    tiles, pairs = np.zeros((size, size), int), np.zeros((size, size), int)
+    for rank, source, tile in built(partition, partition, mask.regions(length, length)):
+        step = (rank - source) % size
+        tiles[rank, step] += 1
+        pairs[rank, step] += tl.count_pairs(tile[None])[0]
+    return tiles, pairs
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped(), Striped(128)], ids=str)
+@pytest.mark.parametrize(("size", "length"), [(1, 5), (4, 64), (4, 61), (8, 1029), (5, 3)])
+def test_a_full_mask_is_one_tile_a_block(layout, size, length):
+    """Coalescing joins chunks and stripes again: rectangles that touch are one."""
+    held = Partition(length, size, layout).tokens > 0
+    tiles, _ = counts(Full(), layout, size, length)
+    for rank in range(size):
+        for step in range(size):
+            assert tiles[rank, step] == (held[rank] and held[(rank - step) % size])
+
+
+def test_contiguous_causal_on_8_ranks_skips_28_of_64_blocks():
+    tiles, _ = counts(Causal(), Contiguous(), 8, 8 * 16)
+    assert tiles.sum(axis=1).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (tiles == 0).sum() == 28
+
+
+@pytest.mark.parametrize("layout", [Zigzag(), Striped()], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_zigzag_and_striped_give_every_rank_the_same_work_at_every_step(layout, size):
+    local = 16
+    tiles, pairs = counts(Causal(), layout, size, local * size)
+    assert (tiles == 1).all(), "equal tile counts at every step, and one tile does"
+    assert (np.ptp(pairs, axis=0) <= local).all()
+    assert pairs.sum() == local * size * (local * size + 1) // 2
+
+
+def test_a_causal_window_stays_one_band_per_block():
+    """Bands stay bands as long as a kernel can use them."""
+    tiles, _ = counts(Window(20), Contiguous(), 4, 64)
+    assert tiles.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+
+
+def test_documents_make_a_tile_each_and_one_more_where_they_are_cut():
+    docs = Documents([10, 6, 20, 28])
+    tiles, _ = counts(Causal() & docs, Contiguous(), 4, 64)
+    assert tiles.tolist() == [[2, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_coalescing_keeps_what_cannot_be_joined():
+    """Touching corner to corner, or differing in batch rows, is not touching."""
+    one, two = [0, -1, 0, 2, 0, 2, -1, 1], [0, -1, 2, 4, 2, 4, -1, 1]
+    for a, b, joined in (
+        (one, two, False),
+        ([0, -1, 0, 2, 0, 2, -1, 1], [0, -1, 0, 2, 2, 4, -3, -1], True),
+        ([0, -1, 0, 2, 0, 2, -1, 1], [0, -1, 2, 4, 0, 2, 1, 3], True),
+        ([0, 1, 0, 2, 0, 2, -1, 1], [1, 2, 0, 2, 2, 4, -3, -1], False),
+    ):
+        table, source = tl._coalesce(np.array([b, a], np.int64), np.zeros(2, np.int64))
+        assert (len(table) == 1) == joined and len(source) == len(table)
+        assert tl.count_pairs(table).sum() == 8
+    apart, source = tl._coalesce(np.array([one, one], np.int64), np.array([1, 0]))
+    assert len(apart) == 2 and source.tolist() == [0, 1], "tiles of different blocks are never joined"
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_work_in_chunks_is_the_same_work(monkeypatch, chunk):
+    mask, length = Causal() & (Window(9) | Anchors(2)) | Chunks(5), 60
+    for layout in (Zigzag(), Striped(), Scattered(3, 2)):
+        partition, regions = Partition(length, 4, layout), mask.regions(length, length)
+        whole = [tl.build(partition, partition, regions, r) for r in range(4)]
+        met = set(map(tuple, tl.meetings(partition, partition, regions).tolist()))
+        with monkeypatch.context() as patch:
+            patch.setattr(tl, "CHUNK", chunk)
+            for rank, (tiles, source) in enumerate(whole):
+                again, its_source = tl.build(partition, partition, regions, rank)
+                np.testing.assert_array_equal(again, tiles)
+                np.testing.assert_array_equal(its_source, source)
+            assert set(map(tuple, tl.meetings(partition, partition, regions).tolist())) == met
+
+
+def test_too_many_tiles_warn_with_their_number(monkeypatch):
+    monkeypatch.setattr(tl, "MANY_TILES", 30)
+    docs = Documents([4] * 16)
+    striped, zigzag = Partition(64, 4, Striped()), Partition(64, 4, Zigzag())
+    with pytest.warns(
+        RingspunWarning,
+        match=r"striped under this mask makes 64 tiles on ring rank 2; a layout that keeps",
+    ):
+        tl.build(striped, striped, docs.regions(64, 64), 2)
+    tl.build(zigzag, zigzag, docs.regions(64, 64), 2)  # warnings are errors here
+
+
+# ---- lower ----
+
+
+@st.composite
+def band_tiles(draw):
+    q0, k0 = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+    q1, k1 = q0 + draw(st.integers(0, 20)), k0 + draw(st.integers(0, 20))
+    bound = st.integers(-45, 45)
+    lo, hi = draw(bound | st.just(-rg.UNBOUNDED)), draw(bound | st.just(rg.UNBOUNDED))
+    return np.array([draw(st.integers(0, 3)), draw(st.integers(-1, 5)), q0, q1, k0, k1, lo, hi], np.int64)
+
+
+def assert_lowered(tiles, size):
+    pieces, kinds = tl.lower(tiles)
+    assert set(kinds.tolist()) <= set(tl.Kind)
+    times = np.zeros((size, size), int)
+    for (_, _, q0, q1, k0, k1, lo, hi), kind in zip(pieces, kinds, strict=True):
+        assert 0 <= q0 < q1 <= size and 0 <= k0 < k1 <= size
+        i, j = np.arange(q0, q1)[:, None], np.arange(k0, k1)[None, :]
+        allowed = {
+            tl.Kind.FULL: np.ones((q1 - q0, k1 - k0), bool),
+            tl.Kind.CAUSAL: i - q0 >= j - k0,
+            tl.Kind.ANTICAUSAL: (q1 - 1) - i >= (k1 - 1) - j,
+        }[tl.Kind(kind)]
+        assert allowed.any(axis=1).all(), "a row of a piece without a key"
+        np.testing.assert_array_equal((lo <= i - j) & (i - j <= hi), allowed, "the bounds are not the kind's")
+        times[q0:q1, k0:k1] += allowed
+    np.testing.assert_array_equal(times, sum((rg.as_array(t[None, tl.REGION], size, size) for t in tiles), times * 0))
+    return pieces, kinds
+
+
+@given(band_tiles())
+def test_lowered_tiles_are_three_kinds_and_the_same_pairs(tile):
+    pieces, _ = assert_lowered(tile[None], 40)
+    assert (pieces[:, [tl.B0, tl.B1]] == tile[[tl.B0, tl.B1]]).all()
+
+
+@given(plans())
+def test_lowered_plans_are_three_kinds_and_the_same_pairs(plan):
+    mask, length, size, layout = plan
+    partition = Partition(length, size, layout)
+    for rank in range(size):
+        tiles, source = tl.build(partition, partition, mask.regions(length, length), rank)
+        for owner in np.unique(source):
+            assert_lowered(tiles[source == owner], LENGTH)
+
+
+def one(q1, k1, lo, hi):
+    return np.array([[0, -1, 0, q1, 0, k1, lo, hi]], np.int64)
+
+
+@pytest.mark.parametrize(
+    ("tile", "kinds"),
+    [
+        (one(6, 6, -9, 9), [tl.Kind.FULL]),
+        (one(6, 6, 0, 9), [tl.Kind.CAUSAL]),
+        (one(6, 9, 0, 9), [tl.Kind.CAUSAL]),
+        (one(6, 6, -9, 0), [tl.Kind.ANTICAUSAL]),
+        (one(6, 9, -3, 9), [tl.Kind.FULL, tl.Kind.CAUSAL]),
+        (one(6, 9, -9, 2), [tl.Kind.FULL, tl.Kind.ANTICAUSAL]),
+        (one(4, 4, 1, 2), [tl.Kind.CAUSAL, tl.Kind.FULL]),
+        (one(4, 4, 9, 9), []),
+        (one(4, 4, 1, 0), []),
+    ],
+    ids=str,
+)
+def test_kinds_of_simple_tiles(tile, kinds):
+    _, got = assert_lowered(tile, 9)
+    assert got.tolist() == kinds
+
+
+def test_a_window_lowers_to_few_pieces():
+    """Blocks as high as the band is wide: about three pieces for each, whatever the length."""
+    pieces, _ = tl.lower(one(1024, 1024, 0, 63))
+    assert len(pieces) <= 3 * (1024 // 64)
+    assert tl.count_pairs(pieces).sum() == 64 * 1024 - 63 * 64 // 2
+
+
+def test_lower_of_nothing():
+    pieces, kinds = tl.lower(np.zeros((0, 8), np.int64))
+    assert pieces.shape == (0, 8) and kinds.shape == (0,)
+
+
+def test_M19_prefix_and_documents_of_odd_lengths_run_as_they_are():
+    """Packed path corrupt because cu_seqlens were divided by the ring size."""
+    for lengths in ([7, 5, 12], [1, 1, 1, 21], [3, 5], [5, 4, 7]):
+        docs = Documents(lengths)
+        for size in (2, 4, 8):
+            for layout in (Contiguous(), Zigzag(), Striped()):
+                partition = Partition(docs.end, size, layout)
+                for mask in (docs, Causal() & docs, docs & (Causal() | Prefix([1] * len(lengths), docs))):
+                    regions = mask.regions(docs.end, docs.end)
+                    times = times_computed(partition, partition, built(partition, partition, regions))
+                    np.testing.assert_array_equal(times, mask.as_array(docs.end))

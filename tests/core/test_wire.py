@@ -1,0 +1,83 @@
+"""The wire: where the segments of a message lie, and what a header says of a message that is not the expected one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspun.core.wire import HEADER_BYTES, MAGIC, Format, Header, Payload, aligned
+
+SMALL = st.integers(1, 9)
+FORMATS = st.builds(
+    Format,
+    batch=SMALL,
+    heads=SMALL,
+    kv_heads=SMALL,
+    head_size=SMALL,
+    value_size=SMALL,
+    dtype=st.just("float16"),
+    itemsize=st.sampled_from((2, 4, 8)),
+    accumulator_itemsize=st.sampled_from((4, 8)),
+)
+
+
+@pytest.mark.parametrize(("n", "up"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128), (1 << 40, 1 << 40)])
+def test_aligned(n, up):
+    assert aligned(n) == up
+
+
+@given(FORMATS, st.sampled_from(Payload), st.integers(0, 50))
+def test_segments_are_aligned_apart_and_inside(wire, payload, rows):
+    size = wire.itemsize if payload == Payload.KV else wire.accumulator_itemsize
+    (first, keys), (second, values) = wire.segments(payload, rows)
+    assert keys == (wire.batch, wire.kv_heads, rows, wire.head_size)
+    assert values == (wire.batch, wire.kv_heads, rows, wire.value_size)
+    assert first == HEADER_BYTES and second % 64 == 0
+    assert first + prod(keys) * size <= second
+    end = wire.message_bytes(payload, rows)
+    assert 0 <= end - (second + prod(values) * size) < 64 and end % 64 == 0
+
+
+def test_messages_are_no_longer_than_they_must_be():
+    wire = Format(2, 4, 2, 8, 16, "float32", 4, 8)
+    assert wire.segments(Payload.KV, 3) == ((64, (2, 2, 3, 8)), (64 + 384, (2, 2, 3, 16)))
+    assert wire.message_bytes(Payload.KV, 3) == 64 + 384 + 768
+    assert wire.message_bytes(Payload.DKV, 3) == 64 + 768 + 1536
+    assert wire.message_bytes(Payload.KV, 0) == 64, "a block of no rows is its header"
+
+
+HEADER = Header(plan=0xABCDEF, call=7, phase=1, payload=Payload.DKV, step=3, source=2, length=4096)
+
+
+def test_a_header_is_eight_words():
+    words = HEADER.pack()
+    assert words.dtype == np.int64 and words.nbytes == HEADER_BYTES
+    assert words.tolist() == [MAGIC, 0xABCDEF, 7, 1, 1, 3, 2, 4096]
+    assert MAGIC.to_bytes(8, "big") == b"RINGSPUN"
+
+
+def test_equal_headers_do_not_differ():
+    assert HEADER.differences(replace(HEADER).pack()) == []
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Header)])
+def test_every_field_that_differs_is_named_alone(name):
+    other = replace(HEADER, **{name: getattr(HEADER, name) + 1})
+    (phrase,) = HEADER.differences(other.pack())
+    shown = [f"{getattr(h, name):#x}" if name == "plan" else str(int(getattr(h, name))) for h in (other, HEADER)]
+    assert phrase == f"{name} {shown[0]} instead of {shown[1]}"
+
+
+def test_foreign_bytes_are_told_by_the_magic_number():
+    assert HEADER.differences(np.array([1, *HEADER.pack()[1:]]))[0] == f"magic 0x1 instead of {MAGIC:#x}"
+    assert len(HEADER.differences(np.zeros(8, np.int64))) == 8
+
+
+def test_several_differences_come_in_order():
+    other = replace(HEADER, call=8, step=4)
+    assert HEADER.differences(other.pack()) == ["call 8 instead of 7", "step 4 instead of 3"]

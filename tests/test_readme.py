@@ -1,0 +1,123 @@
+"""The pages for users and contributors keep their word: code blocks run, tables and commands are true."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import typer.main
+
+import ringspun
+from ringspun.core.route import Ring
+from ringspun.core.route.base import Action, MessageColumn
+from ringspun.core.schedule import Geometry
+from ringspun.torch.kernels import KERNELS
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
+
+
+def printed(page: str, block: str) -> str:
+    """What the page says that a block prints: the text block right after it."""
+    rest = read(page).partition(f"```python\n{block}```\n")[2]
+    said = re.match(r"\n```text\n(.*?)^```$", rest, re.MULTILINE | re.DOTALL)
+    return said.group(1) if said else ""
+
+
+@pytest.mark.parametrize("page, number", [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))])
+def test_every_python_block_runs(page, number, monkeypatch, tmp_path, capsys):
+    """An example that no longer works, or prints something else. Process groups are of this process alone."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    example = tmp_path / "example.py"
+    block = blocks(page, "python")[number]
+    example.write_text(block, encoding="utf-8")
+    try:
+        runpy.run_path(str(example), run_name="example")
+        assert capsys.readouterr().out == printed(page, block)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_blocks_are_found():
+    """A fence that the pattern misses is a block that never runs."""
+    for page in PAGES:
+        assert len(blocks(page, "python")) == read(page).count("```python") > 0
+
+
+def test_the_layout_table_is_what_schedules_say():
+    """Figures that were true once."""
+    rows = re.findall(r"^\| `([^`]+)` \| ([\d., ]+) \| ([\d., ]+) \| ([\d., ]+) \|$", read("README.md"), re.MULTILINE)
+    assert len(rows) == 4
+    layouts = (ringspun.Contiguous(), ringspun.Zigzag(), ringspun.Striped())
+    for mask, *cells in rows:
+        for layout, cell in zip(layouts, cells, strict=True):
+            geometry = Geometry(8, tuple(range(8)), layout, Ring())
+            schedules = geometry.schedule(ringspun.parse_mask(mask), 8192)
+            pairs = np.stack([s.forward.pairs for s in schedules])
+            wait = pairs.max(axis=0).sum() * 8 / pairs.sum()
+            messages = np.concatenate([s.forward.messages for s in schedules])
+            sent = int((messages[:, MessageColumn.ACTION] == Action.SEND).sum())
+            tiles = sum(len(s.forward.tiles) for s in schedules)
+            assert cell.split(", ") == [f"{wait:.2f}", str(sent), str(tiles)], (mask, str(layout))
+
+
+def test_the_support_table_names_everything_and_nothing_else():
+    """A mask, layout or kernel that the table forgets, or invents."""
+    page = read("README.md")
+    for base, row in ((ringspun.Mask, "masks"), (ringspun.Layout, "layouts")):
+        (line,) = re.findall(rf"^\| {row} \| (.*) \|$", page, re.MULTILINE)
+        exported = [getattr(ringspun, name) for name in ringspun.__all__]
+        real = {x.__name__ for x in exported if isinstance(x, type) and issubclass(x, base) and x is not base}
+        assert set(re.findall(r"`([A-Z]\w+)`", line)) == real
+    (line,) = re.findall(r"^\| kernels \| (.*) \|$", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", line)) == {kernel.name for kernel in KERNELS}
+
+
+def test_every_shown_command_exists():
+    """A command or an option that was renamed. `make` targets too."""
+    from ringspun.cli import app
+
+    root = typer.main.get_command(app)
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    shown = [line.split("#")[0].split() for line in lines if line.startswith(("ringspun ", "make "))]
+    assert len(shown) >= 5
+    targets = set(re.findall(r"^(\w+):", read("Makefile"), re.MULTILINE))
+    for program, *words in shown:
+        if program == "make":
+            assert {w for w in words if "=" not in w} <= targets, words
+            continue
+        context, command = typer.Context(root), root
+        while words and hasattr(command, "get_command") and not words[0].startswith("-"):
+            command = command.get_command(context, words.pop(0))
+            assert command is not None, (program, words)
+        options = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
+        assert {w for w in words if w.startswith("--")} <= options, (command.name, words)
+
+
+def test_links_lead_somewhere():
+    """A file that was moved."""
+    for page in (*PAGES, "CHANGELOG.md", "docs/devlog.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", read(page)):
+            assert (ROOT / page).parent.joinpath(link).exists(), (page, link)
