@@ -153,10 +153,10 @@ def test_layouts_that_lose_or_repeat_tokens_are_refused(runs, words):
 
 
 def test_runs_without_tokens_are_harmless_wherever_they_stand():
-    runs = ((0, 0, 0, 1), (0, 0, 4, 1), (0, 4, 4, 1), (1, 8, 8, 1), (1, 4, 8, 1), (1, 8, 8, 1))
+    runs = ((0, 0, 4, 1), (0, 0, 0, 1), (0, 4, 4, 1), (1, 8, 8, 1), (1, 4, 8, 1), (1, 4, 4, 1))
     partition = Partition(8, 2, Dealt(runs))
     assert_deals_everything(partition)
-    assert partition.run_tokens.tolist() == [0, 4, 0, 0, 4, 0]
+    assert partition.run_tokens.tolist() == [4, 0, 0, 0, 4, 0]
 
 
 @pytest.mark.parametrize(

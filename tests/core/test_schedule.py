@@ -139,7 +139,9 @@ def test_documents_of_a_partition_are_an_input():
 
 @dataclass(frozen=True)
 class OtherRing(Ring):
-    """The same messages under another name."""
+    """The same messages under another name, with an option."""
+
+    inner: int = 2
 
 
 def test_input_digest_differs_for_every_input():
@@ -162,6 +164,7 @@ def test_input_digest_differs_for_every_input():
         (Partition(8, 2, Zigzag()), Window(None), Ring()),
         (Partition(8, 2, Zigzag()), Band(2, 0), Ring()),
         (Partition(8, 2, Zigzag()), Causal(), OtherRing()),
+        (Partition(8, 2, Zigzag()), Causal(), OtherRing(4)),
         (Partition(82, 1, Zigzag()), Causal(), Ring()),
     ]
     digests = [input_digest(*one) for one in inputs]

@@ -247,16 +247,48 @@ def test_work_in_chunks_is_the_same_work(monkeypatch, chunk):
             assert set(map(tuple, tl.meetings(partition, partition, regions).tolist())) == met
 
 
-def test_too_many_tiles_warn_with_their_number(monkeypatch):
+@pytest.mark.parametrize(("row_gap", "column_gap", "left"), [(0, 0, 1), (1, 0, 4), (0, 1, 5), (1, 1, 20)])
+def test_coalescing_goes_on_until_nothing_joins(row_gap, column_gap, left):
+    """4 x 5 rectangles of 3 x 2 pairs, in any order, with or without a gap between rows or between columns."""
+    rows = []
+    for i, j in np.random.default_rng(1).permutation(list(np.ndindex(4, 5))):
+        q, k = i * (3 + row_gap), j * (2 + column_gap)
+        rows.append([0, -1, q, q + 3, k, k + 2, q - k - 1, q + 2 - k])
+    table, source = tl._coalesce(np.array(rows, np.int64), np.zeros(20, np.int64))
+    assert len(table) == len(source) == left
+    assert tl.count_pairs(table).sum() == 20 * 6
+
+
+def test_too_many_tiles_warn_with_their_number_and_stay_exact(monkeypatch):
+    """Beyond so many they are no longer coalesced, but they are the same pairs in the same order."""
     monkeypatch.setattr(tl, "MANY_TILES", 30)
     docs = Documents([4] * 16)
     striped, zigzag = Partition(64, 4, Striped()), Partition(64, 4, Zigzag())
-    with pytest.warns(
-        RingspunWarning,
-        match=r"striped under this mask makes 64 tiles on ring rank 2; a layout that keeps",
-    ):
-        tl.build(striped, striped, docs.regions(64, 64), 2)
+    for rank in range(4):
+        with pytest.warns(
+            RingspunWarning,
+            match=rf"striped under this mask makes up to 64 tiles on ring rank {rank}; a layout that keeps",
+        ):
+            tiles, source = tl.build(striped, striped, docs.regions(64, 64), rank)
+        np.testing.assert_array_equal(np.lexsort((tiles[:, tl.K0], tiles[:, tl.Q0], source)), np.arange(len(tiles)))
+    with pytest.warns(RingspunWarning):
+        times = times_computed(striped, striped, built(striped, striped, docs.regions(64, 64)))
+    np.testing.assert_array_equal(times, docs.as_array(64))
     tl.build(zigzag, zigzag, docs.regions(64, 64), 2)  # warnings are errors here
+
+
+def test_too_many_meetings_of_stripes_are_taken_for_all(monkeypatch):
+    """Nobody misses a block that it needs; some get one that they do not."""
+    docs = Documents([2] * 16)
+    partition, regions = Partition(32, 4, Striped()), docs.regions(32, 32)
+    exact = set(map(tuple, tl.meetings(partition, partition, regions).tolist()))
+    assert len(exact) < 16
+    with monkeypatch.context() as patch:
+        patch.setattr(tl, "MANY_MEETINGS", 10)
+        assert sorted(map(tuple, tl.meetings(partition, partition, regions).tolist())) == list(np.ndindex(4, 4))
+        schedules = Geometry(4, (0, 1, 2, 3), Striped(), Ring()).schedule(docs, 32)
+        assert sum(int(s.forward.pairs.sum()) for s in schedules) == docs.as_array(32).sum()
+        assert all(len(s.forward) == 4 for s in schedules)
 
 
 # ---- lower ----

@@ -348,3 +348,59 @@ def world_again(rank: int, port: int) -> tuple[float, float, float]:
     dist.destroy_process_group()
     join(2)
     return alone, together, call()
+
+
+# -- the pool itself -------------------------------------------------------------------------------------------------
+
+
+def describe(rank: int, *args: Any) -> tuple[Any, ...]:
+    """Who this is and what came with the call."""
+    return dist.get_rank(), dist.get_world_size(), *args, torch.get_num_threads()
+
+
+def sum_over_ranks(rank: int, x: torch.Tensor) -> torch.Tensor:
+    """``(1 + 2 + ... + R) x``."""
+    total = (rank + 1) * x
+    dist.all_reduce(total)
+    return total
+
+
+def pid(rank: int) -> int:
+    """This process's number."""
+    return os.getpid()
+
+
+def complain(rank: int, odd: int) -> int:
+    """Raises on one rank."""
+    if rank == odd:
+        raise KeyError(f"rank {rank} complains")
+    return rank
+
+
+def return_a_lambda(rank: int) -> Any:
+    """Something that cannot travel."""
+    return lambda: rank
+
+
+def leave(rank: int) -> None:
+    """Asks the process to end."""
+    raise SystemExit(3)
+
+
+def hang(rank: int, odd: int) -> int:
+    """Does not return on one rank."""
+    if rank == odd:
+        time.sleep(1000)
+    return rank
+
+
+def die(rank: int, odd: int) -> int:
+    """Is killed on one rank."""
+    if rank == odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def destroy_group(rank: int) -> None:
+    """Leaves the pool without a group."""
+    dist.destroy_process_group()

@@ -36,11 +36,10 @@ def tighten(regions: Table) -> Table:
 def tighten_rows(regions: Table) -> NDArray[np.bool_]:
     """`tighten` in place, keeping every row: returns which rows hold a pair."""
     q0, q1, k0, k1, lo, hi = (regions[:, i] for i in range(6))
-    for _ in range(2):  # cutting queries may cut keys again; a second round reaches the fixed point
-        np.maximum(q0, k0 + lo, out=q0)
-        np.minimum(q1, k1 + hi, out=q1)
-        np.maximum(k0, q0 - hi, out=k0)
-        np.minimum(k1, q1 - lo, out=k1)
+    np.maximum(q0, k0 + lo, out=q0)
+    np.minimum(q1, k1 + hi, out=q1)
+    np.maximum(k0, q0 - hi, out=k0)  # drops keys without a query, so no query loses its last key: once is enough
+    np.minimum(k1, q1 - lo, out=k1)
     np.maximum(lo, q0 - (k1 - 1), out=lo)
     np.minimum(hi, (q1 - 1) - k0, out=hi)
     return (q0 < q1) & (k0 < k1) & (lo <= hi)
