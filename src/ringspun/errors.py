@@ -67,5 +67,33 @@ class PeerError(RingspunError, RuntimeError):
     """A rank of the ring is dead, late, or reported a failure of its own."""
 
 
+class UnsupportedByRing(RingspunError, ValueError):
+    """A model or a call asks for something that attention on a ring cannot honour."""
+
+
+class ConfigError(RingspunError, ValueError):
+    """A training config that cannot be read, or whose values do not go together."""
+
+
+class DataError(RingspunError, ValueError):
+    """Text that is missing, empty, unreadable, or not UTF-8."""
+
+
+class CheckpointError(RingspunError, RuntimeError):
+    """A checkpoint that is damaged, or that belongs to another run."""
+
+
+class NonFiniteError(RingspunError, RuntimeError):
+    """The loss or the gradients of some rank hold a NaN or Inf."""
+
+
+class ProofError(RingspunError, RuntimeError):
+    """The ring and one process differ by more than rounding explains."""
+
+
+class LaunchError(RingspunError, RuntimeError):
+    """A rank of the job failed."""
+
+
 class RingspunWarning(UserWarning):
     """A legal request that is very likely a mistake."""

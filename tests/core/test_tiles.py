@@ -261,7 +261,7 @@ def test_coalescing_goes_on_until_nothing_joins(row_gap, column_gap, left):
 
 def test_too_many_tiles_warn_with_their_number_and_stay_exact(monkeypatch):
     """Beyond so many they are no longer coalesced, but they are the same pairs in the same order."""
-    monkeypatch.setattr(tl, "MANY_TILES", 30)
+    monkeypatch.setattr(tl, "MANY_TILES", 63)
     docs = Documents([4] * 16)
     striped, zigzag = Partition(64, 4, Striped()), Partition(64, 4, Zigzag())
     for rank in range(4):

@@ -55,6 +55,18 @@ def caught(call: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
+def through_shard_and_gather(rank: int, case: Case) -> dict[str, np.ndarray]:
+    """Whole tensors in, the whole result out, on every rank its own loss of it. This rank's shares of the gradients."""
+    given = inputs(case)
+    context = ContextParallel(dist.group.WORLD, layout=case.layout, timeout_s=PATIENCE_S)
+    plan = context.plan(case.seq_len, case.mask)
+    part = plan.partition
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in (given.q, given.k, given.v))
+    out = part.gather(plan.attention(*(part.shard(x, dim=2) for x in (q, k, v))), dim=2)
+    (out * torch.from_numpy(given.dout) * (rank + 1)).sum().backward()
+    return {"out": out.detach().numpy(), "dq": q.grad.numpy(), "dk": k.grad.numpy(), "dv": v.grad.numpy()}
+
+
 # -- disagreement ----------------------------------------------------------------------------------------------------
 
 S, SHAPE = 12, Shape(batch=2, heads=4, kv_heads=2, head_size=6, value_size=5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from on_ranks import (
@@ -24,6 +27,7 @@ from on_ranks import (
     send_much,
     stay_away,
     strided,
+    through_shard_and_gather,
     world_again,
 )
 from torch import distributed as dist
@@ -61,6 +65,21 @@ def test_processes_give_the_oracle_s_numbers(pools, ranks, kernel):
     for found in pools(ranks).run(run_cases, cases, kernel):
         for case, tensors in zip(cases, found, strict=True):
             judged(case, tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_through_shard_and_gather(pools, layout):
+    """The loss is the sum of all ranks' losses; each rank's gradient of a replicated input is its share."""
+    case = Case(3, 20, Causal(), layout)
+    given = inputs(case)
+    shares = pools(3).run(through_shard_and_gather, case)
+    right = reference(case, replace(given, dout=6 * given.dout, dlse=0 * given.dlse))  # 1 + 2 + 3
+    for name in ("dq", "dk", "dv"):
+        total = sum(share[name] for share in shares)
+        np.testing.assert_allclose(total, getattr(right, name), rtol=0, atol=1e-11)
+        held = [(share[name] != 0).any(axis=(0, 1, 3)) for share in shares]
+        assert (np.sum(held, axis=0) == 1).all()  # each row's gradient is on the rank that holds it
+    assert all(np.abs(share["out"] - right.out).max() < 1e-13 for share in shares)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

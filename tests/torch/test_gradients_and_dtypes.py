@@ -232,7 +232,9 @@ def test_registry_drops_the_oldest_plans_of_a_context_and_says_so():
     handles = [registry.add(5, x) for x in held]
     assert [registry.get(h) for h in handles[1:]] == held[1:]
     assert registry.get(other) is not None  # another context's plans are not counted
-    with pytest.raises(RingspunError, match=r"plan must be held; got handle \d+, which was dropped \(after 2 newer plans"):
+    with pytest.raises(
+        RingspunError, match=r"plan must be held; got handle \d+, which was dropped \(after 2 newer plans"
+    ):
         registry.get(handles[0])
     gone = weakref.ref(held.pop(0))
     gc.collect()

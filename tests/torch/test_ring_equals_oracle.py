@@ -15,7 +15,7 @@ from ringspun.testing.torch import rounded, run_dense, run_ring
 from ringspun.torch import ContextParallel, Loopback
 
 KERNELS = ("aten_cpu", "eager")
-LENGTHS = {"aten_cpu": (1, 2, 7, 77), "eager": (1, 2, 7, 29)}
+LENGTHS = {"aten_cpu": (1, 2, 7, 77), "eager": (1, 7, 29)}
 ODD = (Contiguous(), Zigzag(), Striped())
 
 
@@ -28,7 +28,7 @@ def check_float64(case: Case, kernel: str | None = None) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("ranks", "kernel"), [(r, "aten_cpu") for r in range(1, 9)] + [(r, "eager") for r in (1, 2, 3, 5, 8)]
+    ("ranks", "kernel"), [(r, "aten_cpu") for r in range(1, 9)] + [(r, "eager") for r in (1, 3, 8)]
 )
 def test_float64_equals_the_oracle(ranks, kernel, layout):
     for seq_len in LENGTHS[kernel]:

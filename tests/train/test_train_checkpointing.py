@@ -6,9 +6,9 @@ import pytest
 import torch
 from training_runs import tiny_config
 
+from ringspun.errors import CheckpointError
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import latest, restore, save
-from ringspun.train.errors import CheckpointError
 from ringspun.train.model import build_model
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from ringspun.errors import ConfigError
 from ringspun.train.config import TrainConfig, load_config
-from ringspun.train.errors import ConfigError
 
 GOOD = """
 seq_len = 64

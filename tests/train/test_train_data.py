@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from training_runs import SEQ_LEN, write_text
 
+from ringspun.errors import DataError
 from ringspun.train.data import END_OF_DOCUMENT, ByteStream, Position, check_text, find_text
-from ringspun.train.errors import DataError
 
 
 def epoch_tokens(stream: ByteStream, sequences: int) -> list[int]:

@@ -12,8 +12,8 @@ import torch
 from training_runs import losses, tiny_config, write_text
 
 from ringspun import Zigzag
+from ringspun.errors import CheckpointError, DataError, NonFiniteError
 from ringspun.train.data import find_text
-from ringspun.train.errors import CheckpointError, DataError, NonFiniteError
 from ringspun.train.loop import Hooks, Run, TrainState, learning_rate, train
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import build_model
@@ -151,8 +151,8 @@ def test_proof_of_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_proof_sees_a_wrong_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringspun.errors import ProofError
     from ringspun.train import proof as module
-    from ringspun.train.errors import ProofError
 
     run = a_run(tmp_path)
     state = train(run)

@@ -19,8 +19,8 @@ from training_runs import (
 from typer.testing import CliRunner
 
 from ringspun.cli.train import app
+from ringspun.errors import ConfigError, LaunchError
 from ringspun.train import launch
-from ringspun.train.errors import ConfigError, LaunchError
 from ringspun.train.launch import Job, start_ranks
 from ringspun.train.loop import Hooks
 

@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from ringspun import Causal, Contiguous, Documents, Striped, Zigzag
-from ringspun.integrations.transformers import UnsupportedByRing, attention, prepare
+from ringspun.errors import UnsupportedByRing
+from ringspun.integrations.transformers import attention, prepare
 from ringspun.train.loss import token_loss
 
 S, VOCAB = 29, 61

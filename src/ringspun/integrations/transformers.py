@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ringspun.errors import MissingExtra, RingspunError
+from ringspun.errors import MissingExtra, UnsupportedByRing
 
 if TYPE_CHECKING:
     from ringspun.torch import Plan
@@ -44,10 +44,6 @@ _ATTENDING_LAYERS = {"full_attention", "attention"}
 _ROPE_OF_LENGTH = {"dynamic", "longrope"}
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class UnsupportedByRing(RingspunError, ValueError):
-    """A model or a call asks for something that attention on a ring cannot honour."""
 
 
 def register() -> None:

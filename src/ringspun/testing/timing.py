@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Causal, Full, Mask
 from ringspun.torch import ContextParallel, Loopback, Plan
-from ringspun.train.memory import peak_memory
+from ringspun.torch.memory import peak_memory
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ringspun.train.errors import CheckpointError
+from ringspun.errors import CheckpointError
 
 _PREFIX, _PARTIAL, _TRASH = "step-", ".writing-", ".removing-"
 _MANIFEST, _STATE = "manifest.json", "state.json"

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ringspun.core.text import parse_layout
-from ringspun.train.errors import ConfigError
+from ringspun.errors import ConfigError
 
 
 class _Section(BaseModel):

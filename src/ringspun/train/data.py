@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun import Documents
-from ringspun.train.errors import DataError
+from ringspun.errors import DataError
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257

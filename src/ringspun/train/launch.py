@@ -19,10 +19,10 @@ import torch
 from torch import distributed as dist
 
 from ringspun.core.text import parse_layout
+from ringspun.errors import ConfigError, LaunchError
 from ringspun.train import checkpointing
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus
-from ringspun.train.errors import ConfigError, LaunchError
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from ringspun.errors import CheckpointError
+from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import ByteStream, Corpus, PackedSequence, Position
-from ringspun.train.errors import CheckpointError
-from ringspun.train.memory import peak_memory
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import Shard, build_model, shard_loss
 from ringspun.train.report import Report, StepRecord

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ringspun.train.errors import DataError, NonFiniteError
+from ringspun.errors import DataError, NonFiniteError
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringspun import Causal
+from ringspun.errors import ProofError
+from ringspun.torch.memory import peak_memory
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import PackedSequence
-from ringspun.train.errors import ProofError
 from ringspun.train.loop import Run, TrainState
 from ringspun.train.loss import IGNORED, token_loss
-from ringspun.train.memory import peak_memory
 from ringspun.train.model import Shard, build_model, shard_loss
 from ringspun.train.report import MIB
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ringspun.train.memory import peak_memory
+from ringspun.torch.memory import peak_memory
 
 
 def test_peak_is_of_what_lives_at_once() -> None:
