@@ -11,7 +11,14 @@ RingspunError
 ├── MissingExtra           (ImportError)   an optional dependency is absent; gives the install line
 ├── PlanMismatchError      (RuntimeError)  ranks disagree about what to compute
 ├── TransferError          (RuntimeError)  a block arrived that is not the one expected
-└── PeerError              (RuntimeError)  a rank is dead, late, or reported its own failure
+├── PeerError              (RuntimeError)  a rank is dead, late, or reported its own failure
+├── UnsupportedByRing      (ValueError)    a model or call that attention on a ring cannot honour
+├── ConfigError            (ValueError)    a training config that cannot be read
+├── DataError              (ValueError)    text that is missing, empty or unreadable
+├── CheckpointError        (RuntimeError)  a checkpoint that is damaged, or of another run
+├── NonFiniteError         (RuntimeError)  a NaN or Inf in the loss or gradients of some rank
+├── ProofError             (RuntimeError)  ring and one process differ by more than rounding explains
+└── LaunchError            (RuntimeError)  a rank of the job failed
 
 RingspunWarning            (UserWarning)   a legal request that is very likely a mistake
 """

@@ -263,6 +263,15 @@ def in_groups(
     return -1, None, None, []
 
 
+def over_meshes(rank: int, case: Case) -> tuple[dict[str, np.ndarray], int, tuple[str, str], tuple[str, str]]:
+    """A 2 x 2 mesh: the ring is one of its dimensions; a whole mesh and a foreign group are refused."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    context = ContextParallel(mesh["ring"], layout=case.layout, timeout_s=PATIENCE_S)
+    found = run_ring(case, inputs(case), context)
+    others = [dist.new_group(ranks) for ranks in ([0], [1, 2, 3])][rank == 0]
+    return found, context.ring_rank, caught(lambda: ContextParallel(mesh)), caught(lambda: ContextParallel(others))
+
+
 def strided(rank: int, kind: str) -> list[torch.Tensor]:
     """Keys and values of odd strides and their contiguous copies; largest difference of each result."""
     context = ContextParallel(dist.group.WORLD, layout=Contiguous(), timeout_s=PATIENCE_S)

@@ -12,7 +12,9 @@ from on_ranks import run_cases
 
 from ringspun import Causal, Contiguous, Full, Zigzag
 from ringspun.core import tiles as tl
+from ringspun.core.route.base import Action, MessageColumn
 from ringspun.core.schedule import Pass, Schedule
+from ringspun.errors import TransferError
 from ringspun.testing.cases import Case, inputs, reference
 from ringspun.testing.comparison import errors, judge
 from ringspun.testing.torch import run_ring
@@ -94,6 +96,18 @@ def test_one_edited_tile_changes_the_result(which, rank):
         assert (right[0] != found[0]).any(-1).any(1)[0].nonzero().flatten().tolist() == list(range(S))[rows]
     else:
         assert (right[1] != found[1]).any(-1).any(1)[0].nonzero().flatten().tolist() == list(range(S))[rows]
+
+
+def test_a_message_taken_away_leaves_its_receiver_waiting_and_is_named():
+    context = ContextParallel(Loopback(3), layout=Contiguous())
+    schedules = context.geometry.schedule(Full(), S)
+    one = schedules[0].forward
+    sends = one.messages[:, MessageColumn.ACTION] == Action.SEND
+    fewer = replace(one, messages=np.delete(one.messages, np.flatnonzero(sends)[-1], axis=0))
+    plan = context.partition(S).plan(with_one(schedules, 0, replace(schedules[0], forward=fewer)))
+    waits = r"every rank must advance; all wait: .*ring rank 1 waits for .*KV of ring rank 2"
+    with pytest.raises(TransferError, match=waits):
+        gradients(plan)
 
 
 def with_one(schedules: tuple[Schedule, ...], rank: int, edited: Schedule) -> tuple[Schedule, ...]:

@@ -22,6 +22,7 @@ from on_ranks import (
     one_rank_calls_attention_instead_of_plan,
     one_rank_gathers_wrongly,
     one_rank_uses_ring_attention_wrongly,
+    over_meshes,
     run_cases,
     run_sleepy,
     send_much,
@@ -272,6 +273,16 @@ def test_D3_groups_that_are_not_the_world(pools, groups, sort_ranks):
         judged(cases[number], found)
         part = cases[number].layout.deal(cases[number].seq_len, len(groups[number]), None)
         assert held == [p for r, a, b, step in part if r == place[0] for p in range(a, b, step)]
+
+
+def test_D3_meshes(pools):
+    """The ring is a dimension of the mesh, not the mesh; a group without this rank is no group of it."""
+    case = Case(2, 13, Causal(), Zigzag())
+    for rank, (found, ring_rank, of_mesh, of_others) in enumerate(pools(4).run(over_meshes, case)):
+        judged(case, found)
+        assert ring_rank == rank % 2
+        assert of_mesh[0] == "PlanError" and "mesh must have one dimension; got 2" in of_mesh[1]
+        assert of_others[0] == "PlanError" and "group must be a process group that this rank belongs to" in of_others[1]
 
 
 @pytest.mark.parametrize("kind", STRIDED)

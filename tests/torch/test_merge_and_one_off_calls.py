@@ -18,6 +18,7 @@ from ringspun.testing.cases import all_masks
 from ringspun.torch import ContextParallel, Loopback, blockwise_attention, merge, ring_attention
 from ringspun.torch.kernels import Eager
 from ringspun.torch.kernels.base import Block, Saved, StepTiles
+from ringspun.torch.softmax import RunningSoftmax
 
 INF = math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -138,6 +139,23 @@ def test_merge_refuses_shapes_that_do_not_fit():
     for wrong in ((x, lse, x[:1], lse[:1]), (x, lse[..., None], x, lse[..., None]), (x, lse, x, lse[:, :1])):
         with pytest.raises(ShapeError, match=r"merge must get two out \[..., T, D\] and two lse \[..., T\]; got"):
             merge(*wrong)
+
+
+def test_N1_the_running_merge_keeps_rows_that_nobody_has_seen_yet():
+    """A row empty so far, met by an empty part, then by a real one."""
+    x, lse = partial(0)
+    nothing = empty(x)
+    running = RunningSoftmax(x.shape, x.dtype, x.device)
+    some = (slice(None), slice(None), slice(2, 5))
+    for out, out_lse in (nothing, nothing, (x, lse), nothing):
+        running.add(some, out[some].clone(), out_lse[some])
+    assert torch.equal(running.out[some], x[some]) and torch.equal(running.lse[some], lse[some])
+    assert torch.equal(running.out[:, :, 5:], nothing[0][:, :, 5:]) and (running.lse[:, :, :2] == -INF).all()
+    whole = RunningSoftmax(x.shape, x.dtype, x.device)
+    whole.add(..., *partial(1))
+    whole.add(..., x.clone(), lse)
+    for a, b in zip((whole.out, whole.lse), merge(*partial(1), x, lse), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
 
 
 # -- blockwise_attention ---------------------------------------------------------------------------------------------

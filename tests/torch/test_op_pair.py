@@ -44,6 +44,17 @@ def test_backward_op_is_a_good_citizen(with_lse):
     assert empty.shape == (0,) and dk.shape == k.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_G10_the_ops_themselves_return_the_inputs_dtype(dtype):
+    """Autograd casts gradients that come in another dtype, and so hides it."""
+    q, k, v = (x.to(dtype) for x in tensors(grad=False))
+    out, lse = attention_op(q, k, v, handles()[0], 0.3)
+    saved = (torch.randn_like(out), None, q, k, v, out, lse, handles()[0], 0.3, True, True, True)
+    grads = attention_backward_op(*saved)
+    assert out.dtype == dtype and all(g.dtype == dtype and g.is_contiguous() for g in grads)
+    torch.library.opcheck(attention_backward_op, saved, test_utils="test_faketensor")
+
+
 def test_one_graph_serves_every_plan():
     """Two graphs in all, one of the first handle and one of any; fullgraph; bits as in eager."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspun.cli.options import integers, split_list
+from ringspun.core.host import cores
 from ringspun.core.text import parse_layout, parse_mask
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _measure(work: Work, pairs: int) -> dict[str, Any]:
     import torch
 
     from ringspun.testing.pool import RankPool
-    from ringspun.testing.timing import CORES, paired_ratio, threads_per_rank, time_alone, time_on_rank
+    from ringspun.testing.timing import paired_ratio, threads_per_rank, time_alone, time_on_rank
 
     limit_s = 600.0
     with RankPool(work.ranks) as pool:
@@ -145,6 +146,6 @@ def _measure(work: Work, pairs: int) -> dict[str, Any]:
         "alone_s": median(alone_s),
         "alone": alone_is,
         "threads_per_rank": threads_per_rank(work.ranks),
-        "cores": CORES,
+        "cores": cores(),
         "torch": str(torch.__version__),
     }

@@ -1,7 +1,9 @@
-"""Integers that live on the host. The core reads boundaries and lengths; it never synchronises with a device."""
+"""The host: its cores, and integers that live on it. The core reads boundaries and lengths; it never synchronises with a
+device."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -31,3 +33,8 @@ def host_integers(name: str, values: Any) -> NDArray[np.int64]:
     if array.ndim != 1:
         raise MaskError(f"{name} must be one-dimensional (one row); got shape {array.shape}.")
     return array.astype(np.int64)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

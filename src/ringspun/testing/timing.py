@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ringspun.core.host import cores
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Causal, Full, Mask
 from ringspun.torch import ContextParallel, Loopback, Plan
 from ringspun.torch.memory import peak_memory
-
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Work:
 
 def threads_per_rank(ranks: int) -> int:
     """Threads of each of `ranks` processes on this machine."""
-    return max(1, CORES // ranks)
+    return max(1, cores() // ranks)
 
 
 def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
@@ -69,7 +67,7 @@ def time_alone(work: Work, repeats: int) -> tuple[list[float], str]:
     mask, run this package's plan on one rank.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(CORES)
+    torch.set_num_threads(cores())
     try:
         q, k, v, dout = _tensors(work, work.seq_len, seed=0)
         if isinstance(work.mask, Causal | Full):

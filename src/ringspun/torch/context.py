@@ -9,24 +9,21 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ringspun.core import partition as core_partition
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.mask import Documents, Mask
 from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest
-from ringspun.errors import PlanError, ShapeError
-from ringspun.torch import sharding
+from ringspun.errors import PlanError
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.kernels import Kernel
 from ringspun.torch.ops import KEPT_PER_CONTEXT
+from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
 
 CHECKS = ("header",)
@@ -136,97 +133,6 @@ class ContextParallel:
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
         return f"ContextParallel(ring_size={self.ring_size}, layout={self.geometry.layout}, driver={name})"
-
-
-class Partition:
-    """Who holds which token of one sequence; made by `ContextParallel.partition`.
-
-    On a `Loopback` this process holds all shards, joined in rank order; `slices[r]` are rank r's rows.
-    """
-
-    def __init__(self, context: ContextParallel, core: core_partition.Partition) -> None:
-        self.context, self.core = context, core
-
-    @property
-    def seq_len(self) -> int:
-        """Global length S (tokens)."""
-        return int(self.core.seq_len)
-
-    @property
-    def documents(self) -> Documents | None:
-        """The documents that the partition was made with."""
-        return self.core.documents
-
-    @property
-    def local_tokens(self) -> int:
-        """Rows that this process holds."""
-        return sum(int(self.core.tokens[r]) for r in self.context.driver.ring_ranks)
-
-    @property
-    def slices(self) -> list[slice]:
-        """Rows of each rank that this process plays, in the tensors that `shard` returns."""
-        return sharding.slices(self.core, self.context.driver.ring_ranks)
-
-    def positions(self, *, restart: bool = False, device: torch.device | str | None = None) -> Tensor:
-        """Global position of each row that this process holds, int64 ``[T]``.
-
-        Args:
-            restart: count within each document instead (padding: 0); needs the partition's documents.
-        Raises:
-            PlanError: `restart` without documents.
-        """
-        return sharding.positions(self.core, self.context.driver.ring_ranks, restart).to(device or "cpu")
-
-    def shard(self, x: Tensor, *, dim: int) -> Tensor:
-        """The rows of `x` that this process holds, along `dim` (S there, T in the result). Differentiable.
-
-        `x` is the whole tensor, the same on every rank; its gradient is this rank's share.
-        Raises:
-            ShapeError: `x` has not S entries along `dim`.
-        """
-        return sharding.shard(self.core, self.context.driver.ring_ranks, x, dim)
-
-    def gather(self, x: Tensor, *, dim: int) -> Tensor:
-        """All ranks' rows in global order: exactly S along `dim`. Collective. Differentiable: backward sums the shares.
-
-        Raises:
-            ShapeError: `x` has not this process's number of rows along `dim`.
-        """
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.local_tokens:
-            failure = ShapeError(
-                f"gather must get {self.local_tokens} rows along dim {dim} (ring rank {self.context.ring_rank}); "
-                f"got shape {tuple(x.shape)}."
-            )
-            self.context.driver.report(failure)  # the other ranks wait for these rows
-            raise failure
-        return sharding.gather(self.core, self.context.driver, x, dim)
-
-    def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The shard of a language-model batch ``[B, S]``, labels shifted *before* they are cut.
-
-        Args:
-            batch: `input_ids`, optionally `labels` (-100: no target); other ``[B, S]`` tensors are sharded alike.
-        Returns:
-            the shards ``[B, T]``; `position_ids` (restarting in each document where there are documents); with
-            `labels`,
-            `shift_labels` (the next token of the same document, -100 at its end) and `num_items_in_batch`, the number
-            of targets of the whole sequence, equal on all ranks.
-        Raises:
-            ShapeError: a tensor that is not ``[B, S]``.
-        """
-        return sharding.shard_batch(self.core, self.context.driver.ring_ranks, batch)
-
-    def plan(self, mask: Mask | Schedule | tuple[Schedule, ...]) -> Plan:
-        """What to compute over this partition. Collective: every rank must call it, with equal arguments.
-
-        Args:
-            mask: a mask, or what `ContextParallel.geometry.schedule` made of one (in a loader's worker, say).
-        Raises: as `ContextParallel.plan`.
-        """
-        return self.context._plan(self.core, mask)
-
-    def __repr__(self) -> str:
-        return f"Partition(seq_len={self.seq_len}, tokens={self.core.tokens.tolist()}, layout={self.core.layout})"
 
 
 def _driver(group: Any, timeout_s: float) -> Driver:

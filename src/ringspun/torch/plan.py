@@ -22,9 +22,10 @@ from ringspun.torch import ring, sharding
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, accumulator_dtype
 from ringspun.torch.ops import REGISTRY, attention_op
+from ringspun.torch.partition import Partition
 
 if TYPE_CHECKING:
-    from ringspun.torch.context import ContextParallel, Partition
+    from ringspun.torch.context import ContextParallel
 
 
 class Plan:
@@ -50,8 +51,6 @@ class Plan:
     @property
     def partition(self) -> Partition:
         """Who holds which token."""
-        from ringspun.torch.context import Partition
-
         return Partition(self._context, self._core)
 
     @property

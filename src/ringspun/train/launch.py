@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from ringspun.core.host import cores
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError, LaunchError
 from ringspun.train import checkpointing
@@ -88,11 +89,6 @@ def work(job: Job) -> None:
     finally:
         if _joined():
             dist.destroy_process_group()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _joined() -> bool:

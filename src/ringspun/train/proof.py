@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringspun import Causal
+from ringspun.core.host import cores
 from ringspun.errors import ProofError
 from ringspun.torch.memory import peak_memory
 from ringspun.train.config import TrainConfig
@@ -194,8 +195,6 @@ def _attention_bytes(config: TrainConfig, tokens: int, attention: Callable[..., 
 @contextmanager
 def _all_cores() -> Iterator[None]:
     """All cores for this process, while the other ranks wait for it."""
-    from ringspun.train.launch import cores
-
     before = torch.get_num_threads()
     torch.set_num_threads(cores())
     try:
