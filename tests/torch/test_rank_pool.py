@@ -82,6 +82,15 @@ def test_restart_gives_new_processes_and_a_new_group():
         assert all(torch.equal(s, torch.tensor(3.0)) for s in pool.run(on_ranks.sum_over_ranks, torch.tensor(1.0)))
 
 
+def test_a_closed_pool_says_so():
+    with RankPool(1) as pool:
+        assert pool.run(pow, 2) == [0]
+    with pytest.raises(ValueError, match="pool must be open"):
+        pool.run(pow, 2)
+    pool.restart()
+    assert pool.run(pow, 2) == [0] and pool.close() == [0]
+
+
 def test_a_pool_of_nobody():
     with pytest.raises(ValueError, match="size must be at least 1; got 0"):
         RankPool(0)

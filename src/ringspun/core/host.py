@@ -1,5 +1,4 @@
-"""The host: its cores, and integers that live on it. The core reads boundaries and lengths; it never synchronises with a
-device."""
+"""The host: its cores, and integers that live on it. The core reads boundaries; it never synchronises with a device."""
 
 from __future__ import annotations
 

@@ -106,6 +106,10 @@ class Schedule:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __repr__(self) -> str:
+        sizes = f"{len(self.forward)} steps, {len(self.forward.tiles)} tiles, {len(self.forward.messages)} messages"
+        return f"Schedule(ring_rank={self.ring_rank} of {self.ring_size}, mask={str(self.mask)[:60]}, forward: {sizes})"
+
 
 @dataclass(frozen=True)
 class Geometry:

@@ -114,10 +114,12 @@ class RankPool:
         """As `run`, with a `Failure` in the place of what a rank that raised would have returned.
 
         Raises:
-            RankLost: a rank hung or died.
+            RankLost: a rank hung or died. ValueError: the pool is closed.
         """
+        if not self._ranks:
+            raise ValueError("pool must be open; it was closed. Use `restart`, or a new one.")
         job = pickle.dumps((sys.path, timeout_s, pickle.dumps((function, args))))
-        return self._collect(job, function.__name__, timeout_s)
+        return self._collect(job, getattr(function, "__name__", repr(function)), timeout_s)
 
     def restart(self) -> None:
         """End the ranks and start new ones: a fresh process group."""

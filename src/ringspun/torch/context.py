@@ -9,9 +9,12 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.utils.data
 
 from ringspun.core import partition as core_partition
 from ringspun.core.layout import Layout, Zigzag
@@ -100,8 +103,14 @@ class ContextParallel:
             raise
         return part.plan(mask)
 
-    def _plan(self, part: core_partition.Partition, what: Mask | Schedule | tuple[Schedule, ...]) -> Plan:
+    def _plan(self, part: core_partition.Partition, what: Mask | Schedule | Sequence[Schedule]) -> Plan:
         """A plan for a partition, from the cache where there is one; collective every time, cached or not."""
+        if torch.utils.data.get_worker_info() is not None:  # a forked worker would talk over its parent's connections
+            raise PlanError(
+                "plan must be made in the main process; this is a loader's worker. "
+                "Call context.geometry.schedule(mask, seq_len) here, and give its result to partition.plan there."
+            )
+        what = tuple(what) if isinstance(what, list) else what  # loaders turn tuples into lists
         failure: Exception | None = None
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
@@ -166,9 +175,9 @@ def _mask_of(what: Any) -> Mask:
     raise PlanError(f"mask must be a ringspun mask; got {what!r}. Combine Causal(), Window(...), ... with & and |.")
 
 
-def _key_of(schedules: Schedule | tuple[Schedule, ...]) -> bytes:
+def _key_of(schedules: Schedule | Sequence[Schedule]) -> bytes:
     """What a plan of these very schedules is kept under: not their inputs alone, for somebody may have edited them."""
-    return b"".join(s.digest for s in (schedules if isinstance(schedules, tuple) else (schedules,)))
+    return b"".join(s.digest for s in ((schedules,) if isinstance(schedules, Schedule) else schedules))
 
 
 def _shown(value: Any, limit: int = 120) -> str:

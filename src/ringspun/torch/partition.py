@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +97,7 @@ class Partition:
         """
         return sharding.shard_batch(self.core, self.context.driver.ring_ranks, batch)
 
-    def plan(self, mask: Mask | Schedule | tuple[Schedule, ...]) -> Plan:
+    def plan(self, mask: Mask | Schedule | Sequence[Schedule]) -> Plan:
         """What to compute over this partition. Collective: every rank must call it, with equal arguments.
 
         Args:

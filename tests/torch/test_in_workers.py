@@ -1,0 +1,58 @@
+"""Schedules made in a loader's worker: pure data there, a plan in the main process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ringspun import Causal, Documents
+from ringspun.errors import PlanError
+from ringspun.torch import ContextParallel, Loopback
+
+LENGTHS = [(5, 7, 1), (3, 3, 8), (13,)]
+SEQ_LEN = 14
+
+
+class Schedules(Dataset):
+    """What a collator would do: documents and schedules of every batch, in the worker."""
+
+    def __init__(self, context: ContextParallel) -> None:
+        self.geometry = context.geometry
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, i: int):
+        documents = Documents(LENGTHS[i])
+        return documents, self.geometry.schedule(Causal() & documents, SEQ_LEN, documents)
+
+
+class Plans(Dataset):
+    """What must not be done: a plan in the worker."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int):
+        return ContextParallel(Loopback(3)).plan(SEQ_LEN, Causal())
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_schedules_of_a_worker_are_plans_in_the_main_process():
+    context = ContextParallel(Loopback(3))
+    for documents, schedules in DataLoader(Schedules(context), batch_size=None, num_workers=1):
+        part = context.partition(SEQ_LEN, documents=documents)
+        plan = part.plan(schedules)
+        assert plan.schedules == part.plan(Causal() & documents).schedules
+        q = torch.randn(1, 2, SEQ_LEN, 4, dtype=torch.float64)
+        own = part.plan(Causal() & documents).attention(q, q, q)
+        assert torch.equal(plan.attention(q, q, q), own)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_plan_in_a_worker_is_refused():
+    with pytest.raises(PlanError, match=r"plan must be made in the main process; .*geometry\.schedule"):
+        next(iter(DataLoader(Plans(), batch_size=None, num_workers=1)))
