@@ -1,6 +1,6 @@
 """Time to make the schedules of a very long sequence: 16,777,216 tokens, 1,024 ranks, 10,000 long-tailed documents.
 
-    python benchmarks/schedules.py            # prints one JSON object
+python benchmarks/schedules.py            # prints one JSON object
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import ringspun
 from ringspun import errors
+from ringspun.core.host import cores
 
 CORE = Path(ringspun.__file__).parent / "core"
 
@@ -73,6 +75,16 @@ def test_core_imports_numpy_and_itself_alone(path):
         for name in names:
             roots = {name.split(".")[0], ".".join(name.split(".")[:2])}
             assert roots & allowed, f"{path.name} imports {name}"
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4, 5}, raising=False)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert cores() == 7
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1
 
 
 def drawn_tree():

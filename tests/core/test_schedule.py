@@ -67,6 +67,13 @@ def test_what_a_schedule_says_of_its_rank():
         assert s.tokens.tolist() == [3, 4, 4] and s.local_tokens == s.tokens[rank]
 
 
+def test_a_schedule_prints_what_it_is_not_what_it_holds():
+    (schedule,) = Geometry(3, (1,), Zigzag(), Ring()).schedule(Causal(), 11)
+    assert repr(schedule) == "Schedule(ring_rank=1 of 3, mask=causal, forward: 3 steps, 3 tiles, 4 messages)"
+    (many,) = Geometry(1, (0,), Zigzag(), Ring()).schedule(Documents([1] * 500), 500)
+    assert len(repr(many)) < 200
+
+
 def test_some_ranks_only():
     some = Geometry(4, (2, 0), Zigzag(), Ring()).schedule(MASK, LENGTH)
     assert list(some) == [make()[2], make()[0]]
