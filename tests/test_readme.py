@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import typer.main
 
 import ringspun
 from ringspun.core.route import Ring
 from ringspun.core.route.base import Action, MessageColumn
 from ringspun.core.schedule import Geometry
+from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.kernels import KERNELS
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +97,54 @@ def test_the_support_table_names_everything_and_nothing_else():
     assert set(re.findall(r"`(\w+)`", line)) == {kernel.name for kernel in KERNELS}
 
 
+def test_every_row_of_the_mask_table_is_that_mask():
+    """A recipe that no longer runs, or means something else than its left column says."""
+    rows = dict(re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", mask_section(), re.MULTILINE))
+    s, w, n, c = 1000, 7, 5, 9
+    q, k = np.arange(s)[:, None], np.arange(s)[None, :]
+    d, first = q - k, np.array([n, 3])
+    number = np.repeat([0, 1], [700, 300])
+    together = number[:, None] == number[None, :]
+    within = np.concatenate([np.arange(700), np.arange(300)])
+    leads = within < first[number]
+    padded = np.arange(s) >= 10
+    causal = d >= 0
+    means = {
+        "causal": causal,
+        "sliding window, causal": causal & (d < w),
+        "window to both sides": (d <= 4) & (d >= -2),
+        "packed sequences": causal & together,
+        "left padding": causal & padded[:, None] & padded[None, :],
+        "flash-attention's": causal & together,
+        "`position_ids`": causal & together,
+        "prefix-LM": causal | ((q < n) & (k < n)),
+        "prefix-LM, one n": together & (causal | (leads[:, None] & leads[None, :])),
+        "StreamingLLM": causal & ((d < w) | (k < n)),
+        "Llama 4": causal & (q // c == k // c),
+    }
+    names = {name: getattr(ringspun, name) for name in ringspun.__all__}
+    names |= {"w": w, "n": n, "n0": n, "n1": 3, "c": c, "left": 4, "right": 2, "docs": ringspun.Documents([700, 300])}
+    names |= {"cu_seqlens": torch.tensor([0, 700, 1000]), "position_ids": torch.from_numpy(within)[None]}
+    names |= {"attention_mask": torch.from_numpy(padded.astype(np.int64))[None].expand(2, -1)}
+    assert len(rows) == len(means)
+    x, ring = torch.randn(1, 1, s, 4), ContextParallel(Loopback(3))
+    for have, code in rows.items():
+        expected = means[max((m for m in means if have.startswith(m)), key=len)]
+        mask = eval(code.replace("\\|", "|"), names)
+        assert np.array_equal(mask.as_array(s), expected), have
+        assert ringspun.parse_mask(str(mask)) == mask
+        part = ring.plan(s, mask).partition
+        out, lse = part.plan(mask).attention(*[part.shard(x, dim=2)] * 3, return_lse=True)
+        blank = torch.from_numpy(~expected.any(axis=1))
+        assert torch.equal(part.gather(lse, dim=2)[0, 0].isneginf(), blank), have
+        dense = F.scaled_dot_product_attention(x, x, x, torch.from_numpy(expected))
+        torch.testing.assert_close(part.gather(out, dim=2)[:, :, ~blank], dense[:, :, ~blank])
+
+
+def mask_section() -> str:
+    return read("README.md").partition("## Masks\n")[2].partition("\n## ")[0]
+
+
 def test_every_shown_command_exists():
     """A command or an option that was renamed. `make` targets too."""
     from ringspun.cli import app
@@ -118,6 +168,6 @@ def test_every_shown_command_exists():
 
 def test_links_lead_somewhere():
     """A file that was moved."""
-    for page in (*PAGES, "CHANGELOG.md", "docs/devlog.md"):
+    for page in (*PAGES, "CHANGELOG.md", "docs/devlog.md", "docs/train-config.md"):
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", read(page)):
             assert (ROOT / page).parent.joinpath(link).exists(), (page, link)

@@ -12,6 +12,7 @@ RingspunError
 ├── PlanMismatchError      (RuntimeError)  ranks disagree about what to compute
 ├── TransferError          (RuntimeError)  a block arrived that is not the one expected
 ├── PeerError              (RuntimeError)  a rank is dead, late, or reported its own failure
+├── RingBroken             (RuntimeError)  a ring used again after a call that did not end alike on all ranks
 ├── UnsupportedByRing      (ValueError)    a model or call that attention on a ring cannot honour
 ├── ConfigError            (ValueError)    a training config that cannot be read
 ├── DataError              (ValueError)    text that is missing, empty or unreadable
@@ -72,6 +73,10 @@ class TransferError(RingspunError, RuntimeError):
 
 class PeerError(RingspunError, RuntimeError):
     """A rank of the ring is dead, late, or reported a failure of its own."""
+
+
+class RingBroken(RingspunError, RuntimeError):
+    """A ring was used again after a call that did not end alike on all its ranks."""
 
 
 class UnsupportedByRing(RingspunError, ValueError):

@@ -103,6 +103,18 @@ def test_layouts_print_without_defaults():
         ("", r"at column 1 of ''\."),
         ("__import__('os').system('true')", r"expected a name at column 1 of"),
         ("window(__import__('os'))", r"'__import__' is no mask; .* at column 8 of"),
+        ("causal" + "&causal" * 3000, r"it is nested too deeply at column 1 of 'causal&causal"),
+        ("window(" + "-" * 3000 + "1)", r"it is nested too deeply at column 1 of 'window\(---"),
+        ("~" * 50_000 + "causal", r"it is nested too deeply at column 1 of '~~~"),
+        ("causal(**{'a': 1})", r"causal: arguments must be written out; got \*\* at column 1 of"),
+        ("window(size=1, size=2)", r"window: size is given twice at column 1 of"),
+        ("causal # & window(3)", r"a comment cannot be part of it at column 8 of"),
+        ("(causal &\n é & windw(3))", r"'é' is no mask; .* at column 12 of"),
+        ("(causal &\n window('é') & windw(3))", r"window: .* at column 12 of"),
+        ("causal & full('é') & é", r"full: .* at column 10 of"),
+        ("caus\0al", r"null bytes at column 1 of"),
+        ("caus\udce9", r"at column 1 of"),
+        ("window(" + "9" * 40 + ")", r"window: Window size must lie within .* at column 1 of"),
     ],
 )
 def test_unreadable_masks_say_where(text, words):
@@ -112,9 +124,34 @@ def test_unreadable_masks_say_where(text, words):
     assert str(caught.value).count(" at column ") == 1
 
 
+@pytest.mark.parametrize("text", ["x" * 5000, "window('" + "x" * 5000 + "')", "causal & " * 2000 + "windw"])
+def test_an_error_repeats_little_of_a_long_text(text):
+    with pytest.raises(MaskError, match="at column") as caught:
+        parse_mask(text)
+    assert len(str(caught.value)) < 600
+
+
+def test_the_text_around_the_column_is_shown():
+    with pytest.raises(MaskError) as caught:
+        parse_mask("causal &" + " " * 300 + "windw(4)" + " " * 300 + "& full")
+    shown = "..." + " " * 40 + "windw(4)" + " " * 32 + "..."
+    assert str(caught.value).endswith(f"at column 309 of {shown!r}.")
+
+
+@pytest.mark.parametrize("text", [None, 3, b"causal", Causal()])
+def test_only_strings_are_read(text):
+    with pytest.raises(MaskError, match=r"mask must be readable; expected a string, got"):
+        parse_mask(text)
+    with pytest.raises(LayoutError, match=r"layout must be readable; expected a string, got"):
+        parse_layout(text)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("striped(True)", r"striped: Striped block must be an integer; got True\. at column 1"),
+        ("striped(block=128, block=256)", r"striped: block is given twice at column 1"),
+        ("striped(1" + "0" * 40 + ")", r"striped: Striped block must be at most 2\*\*48 tokens; got 10000"),
         (
             "zigzga",
             r"layout must be readable; 'zigzga' is no layout; did you mean 'zigzag'\? at column 1 of 'zigzga'\.",

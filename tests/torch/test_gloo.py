@@ -215,7 +215,7 @@ def test_an_error_of_one_rank_in_gather_reaches_the_others(broken):
     outcomes = broken.run(one_rank_gathers_wrongly, timeout_s=15)
     assert [kind for kind, _ in outcomes] == ["PeerError", "ShapeError", "PeerError"]
     for rank in (0, 2):
-        assert "ring rank 1 reported ShapeError: gather must get 4 rows along dim 0" in outcomes[rank][1]
+        assert "ring rank 1 failed in a gather: ShapeError: gather must get 4 rows along dim 0" in outcomes[rank][1]
 
 
 def test_a_rank_that_is_killed_is_noticed_by_all(pools):

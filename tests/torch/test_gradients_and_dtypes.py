@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from ringspun import Causal, Striped, Window, Zigzag
+from ringspun import Band, Causal, Striped, Window, Zigzag
 from ringspun.errors import DtypeError, NotDifferentiable, RingspunError
 from ringspun.torch import ContextParallel, Loopback, Plan
 from ringspun.torch.ops import REGISTRY, Registry, attention_op
@@ -223,22 +223,44 @@ def test_two_forwards_may_wait_for_their_backwards():
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-def test_registry_drops_the_oldest_plans_of_a_context_and_says_so():
-    class Plain:
-        pass
+class Plain:
+    """Stands for an executable."""
 
-    registry, held = Registry(kept=2), [Plain(), Plain(), Plain()]
-    other = registry.add(7, Plain())
+
+def test_registry_holds_what_lives_and_what_was_used_last():
+    registry, held = Registry(kept=2, contexts=2), [Plain(), Plain(), Plain()]
     handles = [registry.add(5, x) for x in held]
-    assert [registry.get(h) for h in handles[1:]] == held[1:]
-    assert registry.get(other) is not None  # another context's plans are not counted
+    for handle in handles:
+        registry.get(handle)
+    refs = [weakref.ref(x) for x in held]
+    assert [registry.get(h) for h in handles] == held  # a plan that is held lives, however many were used since
+    held.clear()
+    gc.collect()
+    assert [ref() is None for ref in refs] == [True, False, False]  # of the dropped, the last two used
     with pytest.raises(
-        RingspunError, match=r"plan must be held; got handle \d+, which was dropped \(after 2 newer plans"
+        RingspunError, match=r"plan must be held or recently used; got handle 1, whose plan was dropped"
     ):
         registry.get(handles[0])
-    gone = weakref.ref(held.pop(0))
+    one, two = Plain(), Plain()
+    for context, x in ((6, one), (7, two)):  # two other contexts push the first one out
+        registry.get(registry.add(context, x))
     gc.collect()
-    assert gone() is None
+    assert all(ref() is None for ref in refs)
+
+
+def test_a_plan_that_is_held_outlives_thousands_of_others():
+    context, x = ContextParallel(Loopback(2)), torch.randn(1, 1, 8, 2)
+    kept = context.plan(8, Causal())
+    expected = kept.attention(x, x, x)
+    with_graph = x.clone().requires_grad_()
+    waiting = kept.attention(with_graph, x, x)
+    for n in range(1100):
+        context.plan(8, Causal() | Band(-1 - n % 7, 100 + n))
+    for _ in range(70):
+        ContextParallel(Loopback(2)).plan(8, Causal()).attention(x, x, x)
+    assert torch.equal(kept.attention(x, x, x), expected)
+    waiting.sum().backward()
+    assert with_graph.grad is not None
 
 
 def test_an_unknown_handle_is_named():

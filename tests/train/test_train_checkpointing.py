@@ -10,6 +10,7 @@ from ringspun.errors import CheckpointError
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import latest, restore, save
 from ringspun.train.model import build_model
+from ringspun.train.output import move_aside
 
 
 def model_and_optimizer(seed: int = 0):
@@ -103,6 +104,56 @@ def test_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, file: str, dama
     assert len(warnings) == 1 and "step-000002 is damaged" in warnings[0] and file.split("/")[-1][:8] in warnings[0]
 
 
+WRONG = [
+    ("manifest.json", "[]", "its manifest.json is no list of files by name"),
+    ("manifest.json", "{}", "state.json is not in its manifest.json"),
+    ("manifest.json", "[" * 100_000, "cannot be read"),
+    ("state.json", "x", "cannot be read"),
+    ("state.json", "[]", "its state.json is no table"),
+    ("state.json", "{}", "its state.json has no step, position that can be used"),
+    ("state.json", '{"step": "two", "position": 2}', "its state.json has no step that can be used"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "words"), WRONG)
+def test_odd_but_parseable_checkpoint_is_named_and_skipped(tmp_path: Path, file: str, text: str, words: str) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "step-000002" / file).write_text(text)
+    if file == "state.json":  # with a manifest that fits
+        checkpointing._write_manifest(tmp_path / "step-000002")
+    warnings: list[str] = []
+    found = latest(tmp_path, warn=warnings.append, needs={"position": int})
+    assert found is not None and found.step == 1
+    assert len(warnings) == 1 and "step-000002 is damaged" in warnings[0] and words in warnings[0]
+
+
+@pytest.mark.parametrize("name", [".", "step-000001/state.json", "step-000001/manifest.json"])
+def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Not taken for absent or damaged: the run would begin anew, and overwrite. (Bits would not bind root.)"""
+    write(tmp_path, 1)
+    closed = tmp_path / name
+
+    def guarded(real):
+        def call(path, *args, **kwargs):
+            if Path(path) == closed:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for method in ("iterdir", "open", "read_bytes", "read_text", "glob"):
+        monkeypatch.setattr(Path, method, guarded(getattr(Path, method)))
+    with pytest.raises(CheckpointError, match=rf"checkpoints must be readable; got {closed} \(Permission denied\)"):
+        latest(tmp_path, warn=ignore)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"checkpoints must be readable; got .*\(Not a directory\)"):
+        latest(tmp_path / "checkpoints", warn=ignore)
+
+
 def test_all_damaged_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / "step-000001" / "manifest.json").unlink()
@@ -125,8 +176,8 @@ def _shape() -> dict[str, int]:
 
 def test_fresh_run_loses_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert checkpointing.move_aside(run) is None
+    assert move_aside(run) is None
     for number in (1, 2):
         run.mkdir()
-        assert checkpointing.move_aside(run) == tmp_path / f"run.{number}"
+        assert move_aside(run) == tmp_path / f"run.{number}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1", "run.2"]

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from ringspun.errors import ConfigError
 from ringspun.train.config import TrainConfig, load_config
@@ -77,10 +79,40 @@ def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
         ("steps = 10", "steps = 10\ncheckpoint_every = 11", "checkpoint_every must be at most steps"),
         ("steps = 10", "steps = 10\nlr = 1e-3\nfinal_lr = 1e-2", "final_lr must be at most lr"),
         ("steps = 10", "steps = ", "config must be TOML"),
+        ("steps = 10", "steps = " + "[" * 5000, "config must be TOML; it is nested too deeply"),
+        ("seq_len = 64", "seq_len = 3\nranks = 7", "every rank must hold a token; got seq_len = 3, ranks = 7"),
+        (
+            "seq_len = 64",
+            'seq_len = 64\nranks = 2\nlayout = "striped(128)"',
+            "every rank must hold a token; got seq_len = 64, ranks = 2, layout = 'striped(128)'",
+        ),
+        ("steps = 10", "steps = 10\nranks = 99999999999", "ranks: input should be less than or equal to 4096"),
+        (
+            "steps = 10",
+            "steps = 10\nseed = 18446744073709551616",
+            "seed: input should be less than 18446744073709551616",
+        ),
+        ("steps = 10", "steps = 10\nlr = inf", "lr: input should be a finite number; got inf"),
+        ("steps = 10", "steps = 10\nlr = nan", "lr: input should be"),
+        ("steps = 10", "steps = 10\nweight_decay = inf", "weight_decay: input should be a finite number"),
+        ("heads = 2", "heads = 2\nrope_theta = inf", "model.rope_theta: input should be a finite number"),
+        ("steps = 10", 'steps = 10\noutput = ""', "output must name a folder; got ''"),
+        ("steps = 10", 'steps = 10\noutput = "a\\u0000b"', "output must name a folder"),
+        ("[model]", "[x]\n[model]", "unknown table 'x'; the tables are: model, data."),
+        ("[model]", "[dat]\n[model]", "unknown table 'dat'; the nearest is 'data'"),
+        ("heads = 2", "heads = 2\n[model.x]", "unknown table 'model.x'; the tables of [model] are: none."),
+        ("heads = 2", "heads = 2\nx = 1", "unknown key 'model.x'; the keys of [model] are: layers, hidden_size"),
     ],
 )
 def test_values_must_hold_together(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert words in fault(tmp_path, GOOD.replace(old, new, 1))
+
+
+def test_what_is_allowed_at_the_bounds(tmp_path: Path) -> None:
+    text = GOOD.replace("seq_len = 64", "seq_len = 5").replace("steps = 10", "steps = 10\nclip_norm = inf")
+    config = load_config(write(tmp_path, text), ranks=5, layout="striped", seed=2**64 - 1)
+    torch.manual_seed(config.seed)
+    assert np.random.default_rng([config.seed, 0]).permutation(3).size == 3
 
 
 def test_the_example_is_a_config() -> None:

@@ -1,5 +1,6 @@
 """Text files as sequences of joined documents."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -108,3 +109,15 @@ def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "doc2.txt").write_text("short")
     with pytest.raises(DataError, match=r"doc2\.txt: data must not change during a run; it had 150 bytes"):
         stream.at(Position())
+
+
+def test_a_pipe_is_no_text(tmp_path: Path) -> None:
+    """Reading it would wait for ever."""
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a\.txt: data must be a regular file"):
+        find_text(tmp_path)
+
+
+def test_names_may_be_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    assert len(find_text(tmp_path).digest) == 16

@@ -18,6 +18,7 @@ from ringspun.train.loop import Hooks, Run, TrainState, learning_rate, train
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import build_model
 from ringspun.train.proof import Proof, prove
+from ringspun.train.report import _keep_until
 
 
 class Stop(Exception):
@@ -92,6 +93,24 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     before = losses(tmp_path / "run")
     assert train(a_run(tmp_path)).step == 6
     assert losses(tmp_path / "run") == before
+
+
+def test_fewer_steps_than_done_are_refused_and_as_many_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(a_run(tmp_path))
+    with pytest.raises(CheckpointError, match=r"steps must be at least the 6 that the run in .* already has; got 4\."):
+        train(a_run(tmp_path, steps=4))
+    capsys.readouterr()
+    train(a_run(tmp_path))
+    assert "the run already has its 6 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"step": 1}', "null", '{"step": "x", "loss": 1.0}', "\\xff"])
+def test_an_odd_line_ends_an_old_log(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1, "loss": 2.0}\n' + line + '\n{"step": 2, "loss": 1.0}\n')
+    assert _keep_until(log, 5) == [{"step": 1, "loss": 2.0}]
 
 
 @pytest.mark.parametrize(

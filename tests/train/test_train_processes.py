@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 from training_runs import (
+    complain_and_cause,
     die_in_checkpoint_4,
     die_in_step_4,
+    launch_torn,
     losses,
     outcome,
     poison_rank_2_in_step_3,
@@ -23,6 +30,7 @@ from ringspun.errors import ConfigError, LaunchError
 from ringspun.train import launch
 from ringspun.train.launch import Job, start_ranks
 from ringspun.train.loop import Hooks
+from ringspun.train.output import claimed
 
 
 def names(folder: Path) -> list[str]:
@@ -70,6 +78,64 @@ def test_nan_on_rank_2_stops_all_ranks_alike(tmp_path: Path) -> None:
     }
     assert names(tmp_path / "run" / "checkpoints") == ["step-000002"]
     assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ringspun.train.launch import start_ranks\n"
+        "from training_runs import hold_a_lock\n"
+        "if __name__ == '__main__': start_ranks(2, hold_a_lock, Path(sys.argv[1]), logs=Path(sys.argv[1]))"
+    )
+    (tmp_path / "launcher.py").write_text(code)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    launcher = subprocess.Popen(
+        [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path)], env=os.environ | {"PYTHONPATH": path}
+    )
+    try:
+        while len(list(tmp_path.glob("*.lives"))) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    for rank in (0, 1):
+        with FileLock(tmp_path / f"rank{rank}.lock").acquire(timeout=15):
+            pass
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_the_cause_is_told_not_a_complaint_about_it(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 failed: ValueError: the cause \(call stack: .*failure\.txt\)"):
+        start_ranks(2, complain_and_cause, logs=tmp_path)
+    assert "the cause" in (tmp_path / "failure.txt").read_text()
+
+
+def failure(message: str, *, exitcode: int = 1, at: int = 0) -> SimpleNamespace:
+    told = {"message": message, "extraInfo": {"py_callstack": "stack"}} if message else "a signal"
+    return SimpleNamespace(message=told, exitcode=exitcode, timestamp=at)
+
+
+def test_the_cause_comes_before_complaints_whatever_their_order(tmp_path: Path) -> None:
+    complaint, gloo = failure("PeerError: rank 2 is gone"), failure("RuntimeError: [gloo/tcp] Connection closed")
+    failures = {0: complaint, 1: gloo, 2: failure("ValueError: the cause", at=1)}
+    assert launch._explain(failures, tmp_path).startswith("rank 2 failed: ValueError: the cause (call stack: ")
+    killed = failures | {3: failure("", exitcode=-9, at=2)}
+    assert launch._explain(killed, tmp_path) == "rank 3 failed: a signal"
+    (tmp_path / "file").touch()
+    assert "(call stack not written: " in launch._explain(failures, tmp_path / "file")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_ranks_of_torchrun_refuse_a_folder_in_use_alike(tmp_path: Path) -> None:
+    job = Job(tiny_config(tmp_path / "run", ranks=2), write_text(tmp_path / "text"))
+    with claimed(tmp_path / "run", fresh=False, say=print):
+        outcomes = start_ranks(2, launch_torn, job, logs=tmp_path)
+    assert outcomes[0].startswith("ConfigError: output must be free; another run writes into")
+    assert outcomes[1].startswith("LaunchError: output must be free; rank 0 says why")
 
 
 def test_joins_a_job_that_was_started_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +190,14 @@ def test_command_trains_and_moves_old_output_aside(tmp_path: Path) -> None:
         ),
         (CONFIG, "", "data must not be empty"),
         (CONFIG, None, "data must exist"),
+        (
+            CONFIG.replace("seq_len = 32", "seq_len = 3"),
+            "some text",
+            "every rank must hold a token; got seq_len = 3, ranks = 4",
+        ),
         (CONFIG, "caf\udce9", "text must be UTF-8; byte 3 is 0xe9"),
     ],
-    ids=["unknown key", "empty", "missing", "not text"],
+    ids=["unknown key", "empty", "missing", "a rank without tokens", "not text"],
 )
 def test_command_finds_faults_before_any_rank_starts(tmp_path: Path, config: str, text: str | None, words: str) -> None:
     (tmp_path / "run.toml").write_text(config)

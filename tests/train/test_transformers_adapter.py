@@ -175,6 +175,18 @@ def test_calls_that_are_refused(call: dict[str, Any], words: str) -> None:
         model(**(good | call))
 
 
+def test_a_plan_that_leaves_a_rank_without_tokens_is_refused() -> None:
+    """By every rank alike, those with tokens too; Transformers would crash on the empty one."""
+    model, part = prepare(tiny_llama()), ring_of(7, seq_len=3)
+    ids, plan = torch.zeros(1, 3, dtype=torch.long), part.plan(Causal())
+    words = r"plan must give every rank a token; it gives none to ring rank 3 of 3 tokens"
+    with pytest.raises(UnsupportedByRing, match=words):
+        model(input_ids=ids, ringspun_plan=plan)
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedByRing, match=words):
+        attention(torch.nn.Identity(), q, q, q, None, position_ids=part.positions(), ringspun_plan=plan)
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import distributed as dist
 from torch import nn
 
+from ringspun.errors import PeerError
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus, find_text
-from ringspun.train.launch import Job, work
+from ringspun.train.launch import Job, launch, work
 
 SEQ_LEN = 64
 
@@ -76,6 +79,30 @@ def poison_rank_2_in_step_3(step: int, model: nn.Module) -> None:
         gradient = next(model.parameters()).grad
         assert gradient is not None
         gradient.view(-1)[5] = torch.nan
+
+
+def hold_a_lock(folder: Path) -> None:
+    """A rank that goes on for ever; the lock it holds tells whether it lives."""
+    with FileLock(folder / f"rank{os.environ['RANK']}.lock"):
+        (folder / f"rank{os.environ['RANK']}.lives").touch()
+        time.sleep(300)
+
+
+def complain_and_cause() -> None:
+    """Rank 0 complains at once that another rank is gone; rank 1, the cause, tells a little later."""
+    if os.environ["RANK"] == "0":
+        raise PeerError("ring rank 1 is gone")
+    time.sleep(0.5)
+    raise ValueError("the cause")
+
+
+def launch_torn(job: Job) -> str:
+    """As torchrun does: every rank launches the job, and joins."""
+    try:
+        launch(job)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "done"
 
 
 def outcome(job: Job) -> str:

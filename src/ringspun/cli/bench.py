@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspun.cli.options import integers, split_list
+from ringspun.cli.options import bounded, integers, one_of, split_list
 from ringspun.core.host import cores
+from ringspun.core.mask import Mask
 from ringspun.core.text import parse_layout, parse_mask
+from ringspun.errors import RingspunError
 
 if TYPE_CHECKING:
     from ringspun.testing.timing import Work
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
-DTYPES = ("float64", "float32", "bfloat16")
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Element size of every dtype that a ring takes on a CPU."""
+MOST_RANKS = 64
 
 
 @app.callback()
@@ -32,27 +38,21 @@ def ring(
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; default: as many as query heads.")] = None,
     head_size: Annotated[int, typer.Option(help="Head size.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
     pairs: Annotated[int, typer.Option(help="Timed pairs, at least 9.")] = 11,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """A ring of local processes beside one process with all cores: the same forward + backward, in turn in one run."""
-    from ringspun.testing.timing import Work
 
-    try:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-        if pairs < 9:
-            raise ValueError(f"pairs must be at least 9 for an interval; got {pairs}.")
-        shape = (heads, kv_heads or heads, head_size, dtype, parse_mask(mask), parse_layout(layout))
-        lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1)
-        wanted = [Work(r, s, *shape) for s in lengths for r in sizes]
-    except ValueError as problem:
-        typer.echo(f"ringspun bench: {problem}", err=True)
-        raise typer.Exit(2) from None
-    rows = [_measure(work, pairs) for work in wanted]
+    def wanted() -> list[Work]:
+        bounded("pairs", pairs, least=9)
+        shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
+        lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
+        return [_work(r, s, shape, mask, layout) for s in lengths for r in sizes]
+
+    rows = _rows(wanted, lambda work: _measure(work, pairs))
     if as_json:
         typer.echo(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows}, indent=1))
         return
@@ -71,26 +71,20 @@ def memory(
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     kv_heads: Annotated[str, typer.Option(help="Key/value heads, comma list.")] = "4,1",
     head_size: Annotated[int, typer.Option(help="Head size.")] = 64,
-    dtype: Annotated[str, typer.Option(help="Comma list.")] = "float32,bfloat16",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16, float16; comma list.")] = "float32,bfloat16",
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Peak bytes per rank of a ring's forward + backward at a fixed local length, by the profiler's memory events."""
-    from ringspun.testing.timing import Work
 
-    try:
-        m, lay = parse_mask(mask), parse_layout(layout)
-        wanted = [
-            Work(r, r * tokens_per_rank, heads, k, head_size, d, m, lay)
-            for d in split_list(dtype)
-            for k in integers("kv-heads", kv_heads, least=1)
-            for r in integers("ranks", ranks, least=1)
-        ]
-    except ValueError as problem:
-        typer.echo(f"ringspun bench: {problem}", err=True)
-        raise typer.Exit(2) from None
-    rows = [_peaks(work) for work in wanted]
+    def wanted() -> list[Work]:
+        bounded("tokens-per-rank", tokens_per_rank, least=1)
+        sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
+        shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
+        return [_work(r, r * tokens_per_rank, shape, mask, layout) for shape in shapes for r in sizes]
+
+    rows = _rows(wanted, _peaks)
     for row in rows:
         first = next(r for r in rows if (r["dtype"], r["kv_heads"]) == (row["dtype"], row["kv_heads"]))
         row["over_first"] = row["peak_bytes"] / first["peak_bytes"]
@@ -104,13 +98,67 @@ def memory(
         )
 
 
+def _rows(wanted: Callable[[], list[Work]], measure: Callable[[Work], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured of all that is wanted; what cannot be is told in one line."""
+    try:
+        works = wanted()
+    except (ValueError, TypeError) as problem:
+        typer.echo(f"ringspun bench: {problem}", err=True)
+        raise typer.Exit(2) from None
+    try:
+        return [measure(work) for work in works]
+    except RingspunError as problem:
+        typer.echo(f"ringspun bench: {_brief(problem)}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _brief(problem: RingspunError) -> str:
+    """An error in one line: of an error on the ranks, what the first of them says, not its call stack."""
+    for rank, failure in getattr(problem, "failures", {}).items():
+        return f"ring rank {rank} raised {failure.kind}: {failure.message}"
+    return str(problem)
+
+
+def _work(ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str) -> Work:
+    """The work, if a ring can do it on this machine."""
+    from ringspun.testing.timing import Work
+
+    heads, kv_heads, head_size, dtype = shape
+    element = BYTES[one_of("dtype", dtype, tuple(BYTES))]
+    bounded("heads", heads, least=1)
+    bounded("head-size", head_size, least=1)
+    if heads % bounded("kv-heads", kv_heads, least=1):
+        raise ValueError(f"kv-heads must divide heads; got {kv_heads} and heads = {heads}.")
+    needed = 4 * seq_len * (heads + kv_heads) * head_size * element  # q, k, v, out and their gradients
+    if needed > _memory():
+        raise ValueError(
+            f"q, k, v, out and their gradients must fit this machine's {_memory():,} bytes; they take {needed:,} "
+            f"(seq-len {seq_len}, heads {heads} and {kv_heads}, head-size {head_size}, {dtype}). Ask for less."
+        )
+    return Work(ranks, seq_len, *shape, _fitting(mask, seq_len), parse_layout(layout))
+
+
+def _fitting(text: str, seq_len: int) -> Mask:
+    mask = parse_mask(text)
+    mask.regions(seq_len, seq_len)  # a mask that does not fit its length is refused before any rank starts
+    return mask
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory; 1 TiB where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 40
+
+
 def _peaks(work: Work) -> dict[str, Any]:
     from ringspun.testing.pool import RankPool
     from ringspun.testing.timing import peak_on_rank
 
     with RankPool(work.ranks) as pool:
         peaks = pool.run(peak_on_rank, work, timeout_s=600.0)
-    element = work.heads * (work.seq_len // work.ranks) * work.head_size * (2 if work.dtype == "bfloat16" else 4)
+    element = work.heads * (work.seq_len // work.ranks) * work.head_size * BYTES[work.dtype]
     return {**_described(work), "peak_bytes": max(peaks), "peaks": peaks, "units": max(peaks) / element}
 
 

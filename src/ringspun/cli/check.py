@@ -13,16 +13,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ringspun.cli.options import integers, split_list
+from ringspun.cli.options import integers, one_of, split_list
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Mask
 from ringspun.core.text import parse_layout, parse_mask
+from ringspun.errors import RingspunError
 from ringspun.testing import cases as tc
 from ringspun.testing.comparison import TENSORS, Errors, errors, judge, rms
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 DTYPES = ("float64", "float32", "bfloat16")
+DRIVERS = ("loopback", "gloo")
 BF16_SEEDS = 4
+MOST_RANKS = {"loopback": 4096, "gloo": 64}
+LONGEST_DENSE = 16_384
+"""Longest sequence of the float64 oracle, which holds a score for every pair of tokens."""
 
 
 @app.command()
@@ -38,9 +43,8 @@ def check(
 ) -> None:
     """Run a ring against dense float64 attention, forward and backward; exit 1 if any case misses its bar."""
     try:
-        wanted = list(_cases(ranks, seq_len, mask, layout, dtype))
-        if driver not in ("loopback", "gloo"):
-            raise ValueError(f"driver must be 'loopback' or 'gloo'; got {driver!r}.")
+        sizes = integers("ranks", ranks, least=1, most=MOST_RANKS[one_of("driver", driver, DRIVERS)])
+        wanted = list(_cases(sizes, seq_len, mask, layout, dtype))
     except (ValueError, TypeError) as problem:
         typer.echo(f"ringspun check: {problem}", err=True)
         raise typer.Exit(2) from None
@@ -48,7 +52,11 @@ def check(
     with ExitStack() as stack:
         runner = _Runner(driver, stack)
         for case in wanted:
-            results.append(runner.run(case))
+            try:
+                results.append(runner.run(case))
+            except RingspunError as problem:
+                typer.echo(f"ringspun check: {_name(case)}: {problem}", err=True)
+                raise typer.Exit(2 if isinstance(problem, ValueError) else 1) from None
             if not as_json:
                 _progress(results[-1])
     report = _report(driver, results)
@@ -62,17 +70,19 @@ def check(
         raise typer.Exit(1)
 
 
-def _cases(ranks: str, seq_len: str, mask: str, layout: str, dtype: str) -> Iterator[tc.Case]:
+def _name(case: tc.Case) -> str:
+    return f"R={case.ranks} S={case.seq_len} {case.dtype} {case.layout} {str(case.mask)[:60]}"
+
+
+def _cases(sizes: list[int], seq_len: str, mask: str, layout: str, dtype: str) -> Iterator[tc.Case]:
     layouts: list[Layout] = list(tc.LAYOUTS) if layout == "all" else [parse_layout(t) for t in split_list(layout)]
     dtypes = split_list(dtype)
     for name in dtypes:
-        if name not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
-    for s in integers("seq-len", seq_len, least=1):
+        one_of("dtype", name, DTYPES)
+    for s in integers("seq-len", seq_len, least=1, most=LONGEST_DENSE):
         masks: list[Mask] = list(tc.all_masks(s)) if mask == "all" else [parse_mask(t) for t in split_list(mask)]
         for m in masks:
             m.regions(s, s)  # a mask that does not fit its length is refused before anything runs
-        sizes = integers("ranks", ranks, least=1)
         for m, name, lay, r in itertools.product(masks, dtypes, layouts, sizes):
             yield tc.Case(r, s, m, lay, name)
 

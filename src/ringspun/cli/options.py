@@ -22,19 +22,41 @@ def split_list(text: str) -> list[str]:
     return items
 
 
-def integers(name: str, text: str, *, least: int) -> list[int]:
+def integers(name: str, text: str, *, least: int, most: int | None = None) -> list[int]:
     """A comma list of integers.
 
     Raises:
-        ValueError: an item that is no integer or too small; names the option.
+        ValueError: an item that is no integer, too small or too large; names the option.
     """
     values = []
     for item in split_list(text):
         try:
             value = int(item)
         except ValueError:
-            raise ValueError(f"{name} must be a comma list of integers; got {item!r}.") from None
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}.")
-        values.append(value)
+            raise ValueError(f"{name} must be a comma list of integers; got {item[:80]!r}.") from None
+        values.append(bounded(name, value, least=least, most=most))
     return values
+
+
+def bounded(name: str, value: int, *, least: int, most: int | None = None) -> int:
+    """`value`, if it lies within its bounds.
+
+    Raises:
+        ValueError: it does not; names the option.
+    """
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}; got {value}.")
+    return value
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    """`value`, if it is one of `known`.
+
+    Raises:
+        ValueError: it is not; names the option and all of `known`.
+    """
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
+    return value

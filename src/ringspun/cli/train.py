@@ -19,7 +19,7 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(help="Processes that share each sequence; replaces the config's.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of checkpoints and logs; replaces the config's.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of checkpoints and logs; replaces the config's.")] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -44,13 +44,16 @@ def train(
     except RingspunError as problem:
         typer.echo(f"ringspun train: {problem}", err=True)
         raise typer.Exit(1) from problem
+    except OSError as problem:  # a disk that fills up, a folder that is taken away
+        typer.echo(f"ringspun train: files must stay readable and writable; {problem}.", err=True)
+        raise typer.Exit(1) from problem
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
 
 
-def _train(config: Path, data: Path, *, ranks: int | None, output: Path | None, fresh: bool, prove: bool) -> None:
-    _require("torch", "transformers", "safetensors")
+def _train(config: Path, data: Path, *, ranks: int | None, output: str | None, fresh: bool, prove: bool) -> None:
+    _require("torch", "transformers", "safetensors", "filelock")
     from ringspun.train.config import load_config
     from ringspun.train.data import check_text, find_text
 

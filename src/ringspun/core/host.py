@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -24,16 +27,36 @@ def host_integers(name: str, values: Any) -> NDArray[np.int64]:
             f"{name} must be host data; got a tensor on {device}. "
             "Build the documents in the collator, or write `boundaries.cpu()` where a synchronisation is acceptable."
         )
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise MaskError(f"{name} must be one-dimensional (one row); got rows of different lengths.") from None
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
         raise DtypeError(f"{name} must be integers; got {array.dtype}.")
     if array.ndim != 1:
         raise MaskError(f"{name} must be one-dimensional (one row); got shape {array.shape}.")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise MaskError(f"{name} must fit int64; got {int(array.max())}.")
     return array.astype(np.int64)
 
 
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent() -> None:
+    """Has this process end as soon as the one that started it is gone, however that ended (SIGKILL too).
+
+    Without effect in a process that multiprocessing did not start.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_outlive_nobody, args=(parent.sentinel,), daemon=True).start()
+
+
+def _outlive_nobody(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)

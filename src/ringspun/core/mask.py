@@ -69,6 +69,12 @@ class Mask(ABC):
         return f"{name}({', '.join(shown)})" if shown else name
 
 
+def documents_of(mask: Mask) -> tuple[Documents, ...]:
+    """The documents outside of which `mask` allows nothing: its own, or those of the operands of its ``&``."""
+    parts = mask.masks if isinstance(mask, And) else (mask,)
+    return tuple(part for part in parts if isinstance(part, Documents))
+
+
 def _argument(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
@@ -251,6 +257,8 @@ class Documents(Mask):
         if (sizes < 0).any():
             bad = int(np.flatnonzero(sizes < 0)[0])
             raise MaskError(f"document lengths must be >= 0; got {int(sizes[bad])} for document {bad}.")
+        if sum(sizes.tolist()) > rg.UNBOUNDED:
+            raise MaskError(f"document lengths must add up to at most 2**60; got {_short(sizes)}.")
         default = np.cumsum(sizes) - sizes
         first = default if starts is None or len(starts) == 0 else host_integers("document starts", starts)
         _check_documents(sizes, first)
@@ -351,6 +359,8 @@ class Documents(Mask):
 def _check_documents(sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
     if len(starts) != len(sizes):
         raise MaskError(f"document starts must be one per document; got {len(starts)} starts for {len(sizes)} lengths.")
+    if (starts > rg.UNBOUNDED).any():
+        raise MaskError(f"document starts must be at most 2**60; got {_short(starts)}.")
     wrong = np.flatnonzero(starts[1:] < starts[:-1] + sizes[:-1])
     if (len(starts) and starts[0] < 0) or len(wrong):
         i = int(wrong[0]) + 1 if len(wrong) else 0

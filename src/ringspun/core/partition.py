@@ -12,6 +12,8 @@ from ringspun.core.layout.base import RANK, START, STEP, STOP, Layout, Runs
 from ringspun.core.mask import Documents
 from ringspun.errors import LayoutError
 
+LONGEST = 1 << 48
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -31,10 +33,15 @@ class Partition:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seq_len, int | np.integer) or self.seq_len < 0:
+        whole = isinstance(self.seq_len, int | np.integer) and not isinstance(self.seq_len, bool)
+        if not whole or self.seq_len < 0:
             raise LayoutError(f"seq_len must be an integer >= 0; got {self.seq_len!r}.")
+        if self.seq_len > LONGEST:
+            raise LayoutError(f"seq_len must be at most 2**48 tokens; got {self.seq_len}.")
         if self.ring_size < 1:
             raise LayoutError(f"ring_size must be at least 1; got {self.ring_size}.")
+        if not isinstance(self.documents, Documents | None):
+            raise LayoutError(f"documents must be Documents or None; got {self.documents!r}. Write Documents(lengths).")
         if self.documents is not None:
             self.documents.check(self.seq_len)
         _check_runs(self.layout, self.runs, self.seq_len, self.ring_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ringspun.core import layout as layouts
@@ -16,6 +17,8 @@ from ringspun.core import mask as masks
 from ringspun.errors import LayoutError, MaskError, RingspunError
 
 V = TypeVar("V")
+_SHOWN = 80
+"""Characters of a text that an error repeats."""
 
 MASKS: Mapping[str, type[masks.Mask]] = {
     c.__name__.lower(): c
@@ -50,43 +53,112 @@ def parse_layout(text: str) -> layouts.Layout:
 
 
 def _parse(kind: str, text: str, names: Mapping[str, type[V]], error: type[RingspunError]) -> V:
+    if not isinstance(text, str):
+        raise error(f"{kind} must be readable; expected a string, got {text!r}.")
     text = text.strip()
+    try:
+        return _Reader(kind, names)(_tree(text))  # type: ignore[no-any-return]
+    except _Unreadable as problem:
+        message, column = _brief(problem.message), _column(text, problem)
+    except (RecursionError, MemoryError):  # Python's parser raises either
+        message, column = "it is nested too deeply", 0
+    raise error(f"{kind} must be readable; {message} at column {column + 1} of {_around(text, column)!r}.")
 
-    def fail(message: str, column: int) -> RingspunError:
-        return error(f"{kind} must be readable; {message} at column {column + 1} of {text!r}.")
 
-    def value(node: ast.expr) -> Any:
-        try:
-            return ast.literal_eval(node)
-        except ValueError:
-            return build(node)
+class _Unreadable(Exception):
+    """What is wrong, and where: a line (from 1) and an offset in its UTF-8 bytes, as Python's parser counts."""
 
-    def build(node: ast.expr) -> Any:
+    def __init__(self, message: str, line: int, offset: int) -> None:
+        self.message, self.line, self.offset = message, line, offset
+
+    @classmethod
+    def at(cls, node: ast.expr, message: str) -> _Unreadable:
+        return cls(message, node.lineno, node.col_offset)
+
+
+def _tree(text: str) -> ast.expr:
+    head, sign, _ = text.partition("#")
+    if sign:  # Python would read on as if nothing stood there
+        *lines, last = head.split("\n")
+        raise _Unreadable("a comment cannot be part of it", len(lines) + 1, len(last.encode(errors="replace")))
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError as problem:  # its offset counts characters, from 1
+        line, offset = problem.lineno or 1, max((problem.offset or 1) - 1, 0)
+        before = (text.split("\n")[line - 1 : line] or [""])[0][:offset]
+        raise _Unreadable(problem.msg or "syntax error", line, len(before.encode(errors="replace"))) from None
+    except ValueError as problem:  # a NUL, or half a surrogate pair
+        raise _Unreadable(str(problem), 1, 0) from None
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Builds what a tree says, of the classes in `names`."""
+
+    kind: str
+    names: Mapping[str, Any]
+
+    def __call__(self, node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
-            left, right = build(node.left), build(node.right)
-            try:
-                return left & right if isinstance(node.op, ast.BitAnd) else left | right
-            except TypeError:
-                raise fail(f"a {kind} does not combine", node.col_offset) from None
+            return self._combined(node, isinstance(node.op, ast.BitAnd))
         call = node if isinstance(node, ast.Call) else None
         name = call.func if call is not None else node
         if not isinstance(name, ast.Name):
-            raise fail("expected a name", node.col_offset)
-        if name.id.lower() not in names:
-            near = difflib.get_close_matches(name.id.lower(), names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(names))}"
-            raise fail(f"{name.id!r} is no {kind}{hint}", name.col_offset)
+            raise _Unreadable.at(node, "expected a name")
+        known = self._known(name)
         try:
-            args = [value(a) for a in call.args] if call else []
-            kwargs = {str(k.arg): value(k.value) for k in call.keywords} if call else {}
-            return names[name.id.lower()](*args, **kwargs)
-        except (TypeError, ValueError) as problem:
-            if isinstance(problem, error) and f" of {text!r}" in str(problem):
-                raise
-            raise fail(f"{name.id}: {problem}", name.col_offset) from None
+            args = [self._value(a) for a in call.args] if call else []
+            return known(*args, **(self._keywords(name, call) if call else {}))
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise _Unreadable.at(name, f"{name.id}: {problem}") from None
 
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except SyntaxError as problem:
-        raise fail(problem.msg or "syntax error", max((problem.offset or 1) - 1, 0)) from None
-    return build(tree)  # type: ignore[no-any-return]
+    def _combined(self, node: ast.BinOp, both: bool) -> Any:
+        left, right = self(node.left), self(node.right)
+        try:
+            return left & right if both else left | right
+        except TypeError:
+            raise _Unreadable.at(node, f"a {self.kind} does not combine") from None
+
+    def _known(self, name: ast.Name) -> Any:
+        if name.id.lower() in self.names:
+            return self.names[name.id.lower()]
+        near = difflib.get_close_matches(name.id.lower(), self.names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(self.names))}"
+        raise _Unreadable.at(name, f"{_brief(name.id)!r} is no {self.kind}{hint}")
+
+    def _keywords(self, name: ast.Name, call: ast.Call) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise _Unreadable.at(name, f"{name.id}: arguments must be written out; got **")
+            if keyword.arg in found:  # Python's compiler refuses this; its parser does not
+                raise _Unreadable.at(name, f"{name.id}: {keyword.arg} is given twice")
+            found[keyword.arg] = self._value(keyword.value)
+        return found
+
+    def _value(self, node: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return self(node)
+
+
+def _column(text: str, problem: _Unreadable) -> int:
+    """The column in characters of the whole text, from 0."""
+    lines = text.encode(errors="replace").split(b"\n")
+    before = b"\n".join([*lines[: problem.line - 1], lines[min(problem.line, len(lines)) - 1][: problem.offset]])
+    return len(before.decode(errors="ignore"))
+
+
+def _around(text: str, column: int) -> str:
+    """At most `_SHOWN` characters of `text`, from either side of `column`."""
+    if len(text) <= _SHOWN:
+        return text
+    start = max(0, min(column - _SHOWN // 2, len(text) - _SHOWN))
+    stop = start + _SHOWN
+    return ("..." if start else "") + text[start:stop] + ("..." if stop < len(text) else "")
+
+
+def _brief(text: str) -> str:
+    """A message whose middle is cut if it repeats a long input."""
+    return text if len(text) <= 4 * _SHOWN else f"{text[: 2 * _SHOWN]} ... {text[-2 * _SHOWN :]}"

@@ -67,8 +67,8 @@ class Header:
     """What a message says of itself; compared field by field with what the receiver's own schedule expects.
 
     Args:
-        plan: first 7 bytes of the digest of the plan's inputs (an int64 holds them unsigned).
-        call: number of the call on this ring. phase: 0 forward, 1 backward.
+        plan: 7 bytes that stand for the plan and its context (an int64 holds them unsigned).
+        call: number of the call on this ring. phase: 0 forward; backward: 1 + the number of its forward call.
         payload: a `Payload`. step: step at which it was sent. source: ring rank that owns the rows. length: bytes.
     """
 

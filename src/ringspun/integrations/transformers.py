@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -168,6 +169,12 @@ def _plan(plan: Plan | None) -> Plan:
         raise UnsupportedByRing(
             f"{PLAN_KEYWORD} must be given to every call of the model; got none. "
             f"Write model(..., {PLAN_KEYWORD}=plan) with the plan of this batch."
+        )
+    empty = np.flatnonzero(plan.partition.core.tokens == 0)
+    if len(empty):  # the same on all ranks, so that they refuse alike; models cannot run over no tokens
+        raise UnsupportedByRing(
+            f"plan must give every rank a token; it gives none to ring rank {empty[0]} of {plan.partition.seq_len} "
+            "tokens. Use a smaller ring, a longer sequence or another layout."
         )
     return plan
 

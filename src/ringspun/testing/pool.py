@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ringspun.core.host import end_with_parent
 from ringspun.errors import RingspunError
 
 T = TypeVar("T")
@@ -218,7 +217,7 @@ _GRACE_S = 0.5
 def _serve(place: tuple[int, int, int], pipe: connection.Connection) -> None:
     """A rank's life: join the group, then answer calls until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     import torch
     from torch import distributed as dist
 
@@ -247,10 +246,3 @@ def _answer(rank: int, call: bytes) -> bytes:
         return pickle.dumps(function(rank, *args))
     except BaseException as problem:  # SystemExit too: a rank that ends silently looks like a crash
         return pickle.dumps(Failure(type(problem).__name__, str(problem), traceback.format_exc()))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)

@@ -8,6 +8,8 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +20,10 @@ import torch.utils.data
 
 from ringspun.core import partition as core_partition
 from ringspun.core.layout import Layout, Zigzag
-from ringspun.core.mask import Documents, Mask
+from ringspun.core.mask import Documents, Mask, documents_of
 from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest
-from ringspun.errors import PlanError
+from ringspun.errors import PlanError, RingspunWarning
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.kernels import Kernel
@@ -58,12 +60,11 @@ class ContextParallel:
             raise PlanError(f"checks must be one of {CHECKS}; got {checks!r}.")
         if not (route == "auto" or isinstance(route, Route)):
             raise PlanError(f"route must be 'auto' or a Route; got {route!r}.")
-        if not timeout_s > 0:
-            raise PlanError(f"timeout_s must be positive; got {timeout_s}.")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e7:
+            raise PlanError(f"timeout_s must be a number of seconds from 0.001 to 10 million; got {timeout_s!r}.")
         self.driver = _driver(group, timeout_s)
         self.pool = BufferPool()
-        self.calls = 0
-        self.agreed_sizes = ""  # of the last call's messages, on all ranks
+        self._number: int | None = None
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
@@ -81,6 +82,14 @@ class ContextParallel:
         """This process's place in the ring; 0 for a loopback, which plays all of them."""
         return self.driver.ring_ranks[0]
 
+    @property
+    def number(self) -> int:
+        """Which context of its group this is, counted when they make their first plan: alike on every rank."""
+        if self._number is None:
+            state = self.driver.state
+            self._number, state.contexts = state.contexts, state.contexts + 1
+        return self._number
+
     def partition(self, seq_len: int, *, documents: Documents | None = None) -> Partition:
         """Who holds which of `seq_len` tokens. Local: no communication.
 
@@ -92,11 +101,16 @@ class ContextParallel:
     def plan(self, seq_len: int, mask: Mask, *, documents: Documents | None = None) -> Plan:
         """Partition and plan in one. Collective: every rank of the ring must call it, with equal arguments.
 
+        Args:
+            seq_len: global length S (tokens). mask: what may be seen.
+            documents: of the partition; default: those of the mask, where it is ``... & Documents(...)``.
         Raises:
             PlanMismatchError: the ranks' arguments differ. PeerError: another rank's own plan failed, or it is late.
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
+            if documents is None and isinstance(mask, Mask):
+                documents = next(iter(documents_of(mask)), None)
             part = self.partition(seq_len, documents=documents)
         except Exception as failure:
             self._agree_on_plan(bytes(32), {}, failure)
@@ -115,6 +129,7 @@ class ContextParallel:
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
             mask = what if isinstance(what, Mask) else _mask_of(what)
+            _check_documents(part, mask)
             digest = input_digest(part, mask, self.geometry.route)
             key = digest if isinstance(what, Mask) else _key_of(what)
             plan = self._plans.get(key)
@@ -136,8 +151,10 @@ class ContextParallel:
         made = compile_schedules(part, mask, route, ranks) if what is mask else check_schedules(what, ranks, inputs)
         return Plan(self, part, mask, made)
 
-    def _agree_on_plan(self, digest: bytes, fields: dict[str, str], failure: Exception | None) -> None:
-        self.driver.agree("the plan", digest, fields, failure)
+    def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
+        number = self.number
+        digest = hashlib.blake2b(inputs + number.to_bytes(8, "little"), digest_size=32).digest()
+        self.driver.agree("the plan", digest, {**fields, "context of the group": str(number)}, failure)
 
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
@@ -165,6 +182,24 @@ def _driver(group: Any, timeout_s: float) -> Driver:
     if "gloo" not in backend:
         raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
     return Gloo(group, timeout_s=timeout_s)
+
+
+def _check_documents(part: core_partition.Partition, mask: Mask) -> None:
+    """Documents cut labels and restart positions in a partition, and separate attention in a mask: they must agree."""
+    found = documents_of(mask)
+    if part.documents is None or part.documents in found:
+        return
+    if found:
+        raise PlanError(
+            f"documents must be the same in the partition and in the mask; the partition has {_shown(part.documents)}, "
+            f"the mask {_shown(found[0])}. Write context.partition(S, documents=docs).plan(Causal() & docs)."
+        )
+    warnings.warn(
+        "the partition has documents that the mask does not separate: positions restart and labels are cut, but "
+        "attention crosses them. If that is not meant, write plan(mask & docs).",
+        RingspunWarning,
+        stacklevel=4,
+    )
 
 
 def _mask_of(what: Any) -> Mask:

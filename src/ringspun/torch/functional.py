@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Loopback
 from ringspun.torch.kernels import Eager
 
-KEPT_CONTEXTS = 16
-_contexts: OrderedDict[tuple[int, Layout], tuple[Any, ContextParallel]] = OrderedDict()
+_contexts: weakref.WeakKeyDictionary[Any, dict[Layout, ContextParallel]] = weakref.WeakKeyDictionary()
+_alone: dict[Layout, ContextParallel] = {}
 _lock = threading.Lock()
 
 
@@ -100,21 +100,18 @@ def _length(q: Tensor) -> int:
 
 
 def _context(group: dist.ProcessGroup | Loopback | None, layout: Layout) -> ContextParallel:
-    """The context of a group and layout; kept, so that one-off calls find their plans again."""
+    """The context of a group and layout; kept as long as the group lives, so that later calls find their plans."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD  # looked up every time: another one may have been made since the last call
     if isinstance(group, Loopback) and group.size == 1:
         group = None
-    key = (id(group), layout)
+    if not (group is None or isinstance(group, dist.ProcessGroup)):  # a loopback is not kept, anything else refused
+        return ContextParallel(group, layout=layout)
     with _lock:
-        kept, found = _contexts.get(key, (None, None))
-        if found is None or kept is not group:
-            found = ContextParallel(Loopback(1) if group is None else group, layout=layout)
-            _contexts[key] = group, found
-        _contexts.move_to_end(key)
-        while len(_contexts) > KEPT_CONTEXTS:
-            _contexts.popitem(last=False)
-    return found
+        mine = _alone if group is None else _contexts.setdefault(group, {})
+        if layout not in mine:
+            mine[layout] = ContextParallel(Loopback(1) if group is None else group, layout=layout)
+        return mine[layout]
 
 
 def _eager(block_size: int) -> Eager:

@@ -11,7 +11,6 @@ from torch import Tensor
 from ringspun.core import partition as core_partition
 from ringspun.core.mask import Documents, Mask
 from ringspun.core.schedule import Schedule
-from ringspun.errors import ShapeError
 from ringspun.torch import sharding
 
 if TYPE_CHECKING:
@@ -71,15 +70,9 @@ class Partition:
         """All ranks' rows in global order: exactly S along `dim`. Collective. Differentiable: backward sums the shares.
 
         Raises:
-            ShapeError: `x` has not this process's number of rows along `dim`.
+            ShapeError: `x` has not this process's number of rows along `dim`. PlanMismatchError: ranks gather different
+                things (dim, other dims, dtype, partition).
         """
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.local_tokens:
-            failure = ShapeError(
-                f"gather must get {self.local_tokens} rows along dim {dim} (ring rank {self.context.ring_rank}); "
-                f"got shape {tuple(x.shape)}."
-            )
-            self.context.driver.report(failure)  # the other ranks wait for these rows
-            raise failure
         return sharding.gather(self.core, self.context.driver, x, dim)
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:

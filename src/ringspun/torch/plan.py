@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,16 +13,17 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ringspun.core import partition as core_partition
 from ringspun.core.mask import Mask
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
-from ringspun.errors import DtypeError, PlanError, RingspunError, ShapeError
+from ringspun.errors import DtypeError, NotDifferentiable, PlanError, RingspunError, ShapeError
 from ringspun.torch import ring, sharding
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, accumulator_dtype
-from ringspun.torch.ops import REGISTRY, attention_op
+from ringspun.torch.ops import REGISTRY, Grads, attention_op
 from ringspun.torch.partition import Partition
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ class Plan:
         self._context, self._core, self.mask, self.schedules = context, part, mask, schedules
         self._rows = sum(int(part.tokens[r]) for r in context.driver.ring_ranks)  # an int: traced calls guard on it
         self._agreed: dict[str, str] = {}
-        self._handles: dict[str | Kernel | None, int] = {}
+        self._handles: dict[str | Kernel | None, tuple[int, _Executable]] = {}
+        number = context.number.to_bytes(8, "little")
+        self._id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         self._handle(None)  # here, not in a traced call, whose change to the registry would come after its op runs
 
     @property
@@ -83,6 +87,7 @@ class Plan:
         scale: float | None = None,
         return_lse: bool = False,
         kernel: str | Kernel | None = None,
+        **refused: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the whole sequence's keys, exact. Differentiable.
 
@@ -92,6 +97,7 @@ class Plan:
             return_lse: also return the natural-log normaliser ``[B, H, T]`` in fp32 (fp64 for fp64), differentiable;
                 -inf for a row that sees no key, whose output is 0.
             kernel: a kernel, its name, or None for the first that does not refuse.
+            refused: nothing else is taken; what other attentions call an argument is refused with what to do instead.
         Returns:
             ``out [B, H, T, Dv]`` in q's dtype, or ``(out, lse)``.
         Raises:
@@ -100,14 +106,15 @@ class Plan:
             TransferError: a foreign or stale message arrived. PeerError: another rank is dead, late or failed.
         """
         try:
+            _refuse(refused)
             q, k, v = self._check(*_autocast(q, k, v))
+            scale = _scale(scale, q.shape[-1])
+            choose(_call(q, k, v, scale), kernel)
             handle = self._handle(kernel)
-            choose(_call(q, k, v), kernel)
-            scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
         except (RingspunError, TypeError, ValueError) as failure:
             self._fail(failure)
             raise
-        out, lse = attention_op(q, k, v, handle, scale)
+        out, lse, _ = attention_op(q, k, v, handle, scale)
         return (out, lse) if return_lse else out
 
     # -- checks ------------------------------------------------------------------------------------------------------
@@ -123,6 +130,11 @@ class Plan:
                 raise ShapeError(f"{name} must be [B, H, T, D] {where}; got shape {tuple(x.shape)}.")
             if not x.dtype.is_floating_point:
                 raise DtypeError(f"{name} must be floating point {where}; got {x.dtype}.")
+            if x.dtype.itemsize < 2:
+                raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16 {where}; got {x.dtype}.")
+            if x.layout != torch.strided or x.is_nested:
+                raise DtypeError(f"{name} must be a dense tensor {where}; got {x.layout}.")
+            _refuse_forward_mode(name, x)
         if not (q.dtype == k.dtype == v.dtype):
             raise DtypeError(f"q, k and v must have one dtype {where}; got {q.dtype}, {k.dtype}, {v.dtype}.")
         if not (q.device == k.device == v.device):
@@ -134,7 +146,8 @@ class Plan:
         rows = self._rows
         if not (q.shape[2] == k.shape[2] == v.shape[2] == rows):
             raise ShapeError(
-                f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. Shard them by plan.partition."
+                f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. "
+                "Shard them by plan.partition, and order them [B, H, T, D]."
             )
         if not (q.shape[0] == k.shape[0] == v.shape[0]) or k.shape[1] != v.shape[1]:
             raise ShapeError(f"q, k and v must share B, and k and v their heads; got {shapes}.")
@@ -157,32 +170,44 @@ class Plan:
         plan or of two, send each other messages of two lengths, and gloo aborts a process for that.
         """
         text, sizes = repr(sorted(fields.items())), repr((wire, self._core.tokens.tobytes()))
-        if self._agreed.get(topic) == text and self._context.agreed_sizes == sizes:
+        if self._agreed.get(topic) == text and self._context.driver.state.agreed_sizes == sizes:
             return
         digest = hashlib.blake2b(repr((topic, text, sizes)).encode(), digest_size=32).digest()
         self._context.driver.agree(topic, digest, {**fields, "seq_len": str(self._core.seq_len)})
         self._agreed[topic] = text
-        self._context.agreed_sizes = sizes
+        self._context.driver.state.agreed_sizes = sizes
 
     # -- execution ---------------------------------------------------------------------------------------------------
 
     def _handle(self, kernel: str | Kernel | None) -> int:
         if kernel not in self._handles:
-            self._handles[kernel] = REGISTRY.add(id(self._context), _Executable(self, kernel))
-        return self._handles[kernel]
+            executable = _Executable(self, kernel)
+            self._handles[kernel] = REGISTRY.add(id(self._context), executable), executable
+        return self._handles[kernel][0]
 
     @cached_property
     def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
         """Per rank, the tiles of forward's steps and of backward's; one list where they are the same, lowered once."""
         return [_step_tiles(s) for s in self.schedules]
 
-    def _jobs(self, wire: Format, kernel: Kernel, scale: float, phase: Literal[0, 1]) -> list[ring.Job]:
-        """One job per rank; `phase` 0 is forward, 1 backward."""
-        call, self._context.calls = self._context.calls, self._context.calls + 1
+    def _jobs(self, wire: Format, kernel: Kernel, scale: float, of: int | None = None) -> list[ring.Job]:
+        """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
+        state = self._context.driver.state
+        number, state.calls = state.calls, state.calls + 1
+        phase = 0 if of is None else 1 + of
         return [
-            ring.Job(schedule, tiles[phase], kernel, wire, self._context.pool, call, scale)
+            ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self._context.pool, scale, self._id, number, phase)
             for schedule, tiles in zip(self.schedules, self._tiles, strict=True)
         ]
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self  # a frozen value; models that hold one are copied
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "plan must not be pickled: it belongs to this process's ring. "
+            "Send context.geometry, or its schedules, and plan again where they arrive."
+        )
 
     def __repr__(self) -> str:
         return f"Plan(mask={str(self.mask)[:60]}, {self.partition!r})"
@@ -192,59 +217,52 @@ _TOPIC = "an attention call"
 _BACKWARD_TOPIC = "a backward call"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Executable:
     """A plan with a call's options fixed: what an op's handle stands for."""
 
     plan: Plan
     kernel: str | Kernel | None
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        plan, wire, kernel = self.plan, _wire(q, k, v), choose(_call(q, k, v), self.kernel)
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, int]:
+        plan, wire, kernel = self.plan, _wire(q, k, v), choose(_call(q, k, v, scale), self.kernel)
         plan._agree(_TOPIC, wire, _facts(wire, kernel, scale))
+        jobs = plan._jobs(wire, kernel, scale)
         if q.shape[0] == 0:
-            return q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(
-                q.shape[:-1], dtype=accumulator_dtype(q.dtype)
-            )
-        jobs = plan._jobs(wire, kernel, scale, 0)
+            out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+            return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), jobs[0].call
         rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
         programs = [ring.forward(job, q[:, :, r], k[:, :, r], v[:, :, r]) for job, r in zip(jobs, rows, strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = plan._context.driver.run(programs)
-        return _joined([r[0] for r in results], q), _joined([r[1] for r in results], q)
+        return _joined([r[0] for r in results]), _joined([r[1] for r in results]), jobs[0].call
 
     def run_backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        needs: tuple[bool, bool, bool],
+        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, call: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan, wire = self.plan, _wire(q, k, v)
-        kernel = choose(_call(q, k, v), self.kernel)
-        facts = _facts(wire, kernel, scale) | {"gradients of q, k, v": str(needs)}
-        plan._agree(_BACKWARD_TOPIC, wire, facts)
+        kernel = choose(_call(q, k, v, scale), self.kernel)
+        plan._agree(_BACKWARD_TOPIC, wire, _facts(wire, kernel, scale) | {"gradients of q, k, v": str(grads.needs)})
+        jobs = plan._jobs(wire, kernel, scale, of=call)
         if q.shape[0] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dtype = accumulator_dtype(q.dtype)
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
-        if dlse is not None:
-            delta -= dlse
-        jobs = plan._jobs(wire, kernel, scale, 1)
         rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
-        saved = Saved(out, lse, dout, dlse, delta)
+        saved = _saved(grads, out, lse)
         programs = [
             ring.backward(job, q[:, :, r], k[:, :, r], v[:, :, r], saved.rows(Rows(slice(None), r)))
             for job, r in zip(jobs, rows, strict=True)
         ]
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = zip(*plan._context.driver.run(programs), strict=True)
-        return _joined(dq, q), _joined(dk, k), _joined(dv, v)
+        return _joined(dq), _joined(dk), _joined(dv)
+
+
+def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
+    dtype = accumulator_dtype(out.dtype)
+    delta = (out.to(dtype) * grads.dout.to(dtype)).sum(-1)
+    if grads.dlse is not None:
+        delta -= grads.dlse
+    return Saved(out, lse, grads.dout, grads.dlse, delta)
 
 
 def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
@@ -256,13 +274,46 @@ def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
     return [StepTiles(one.tiles_of(step)) for step in range(len(one))], backward
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Ranks' rows joined; a fresh contiguous tensor in any case, because an op's results must not alias its inputs."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type)
+def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Call:
+    return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type, scale)
+
+
+_INSTEAD = {
+    "dropout_p": "a ring does not drop weights. Leave it out, and set the model's attention dropout to 0",
+    "attn_mask": "what may be seen is the plan's mask. Write plan(Causal() & ...); dense masks are not supported",
+    "is_causal": "what may be seen is the plan's mask. Write plan(Causal())",
+    "enable_gqa": "grouped heads need no switch. Leave it out",
+    "softcap": "it is not supported yet",
+    "sinks": "they are not supported yet",
+    "bias": "it is not supported yet",
+}
+
+
+def _refuse(names: dict[str, object]) -> None:
+    for name in names:
+        advice = _INSTEAD.get(name, "plan.attention knows no such argument")
+        raise TypeError(f"{name} must not be given to plan.attention; {advice}.")
+
+
+def _refuse_forward_mode(name: str, x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotDifferentiable(
+            f"{name} must not carry a forward-mode tangent; ring attention has derivatives in reverse mode only. "
+            "Use torch.autograd.grad or backward."
+        )
+
+
+def _scale(scale: float | None, head_size: int) -> float:
+    if scale is None:
+        return float(head_size**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise PlanError(f"scale must be a finite number (not a tensor: it has no gradient); got {scale!r}.")
+    return float(scale)
 
 
 def _wire(q: Tensor, k: Tensor, v: Tensor) -> Format:

@@ -31,7 +31,9 @@ class Job:
 
     Args:
         schedule: what to do. tiles: the tiles of each step. kernel: who computes them. wire: what messages look like.
-        pool: where buffers come from. call: number of this call on this ring, for headers. scale: of the scores.
+        pool: where buffers come from. scale: of the scores.
+        plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
+            backward 1 + the number of the forward call that it belongs to.
     """
 
     schedule: Schedule
@@ -39,14 +41,16 @@ class Job:
     kernel: Kernel
     wire: Format
     pool: BufferPool
-    call: int
     scale: float
+    plan_id: int
+    call: int
+    phase: int
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
     one = job.schedule.forward
-    mail = _Mail(job, one, 0, (k, v))
+    mail = _Mail(job, one, (k, v))
     running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
@@ -62,7 +66,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     """This rank's ``(dq, dk, dv)``, each in its input's dtype. Blocks go round again; their gradients follow them
     home."""
     one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
-    mail = _Mail(job, one, 1, (k, v))
+    mail = _Mail(job, one, (k, v))
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     own = tuple(torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
     for step, row in enumerate(one.steps):
@@ -90,10 +94,9 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
 class _Mail:
     """One rank's buffers and messages during one pass."""
 
-    def __init__(self, job: Job, one: Pass, phase: int, own: tuple[Tensor, Tensor]) -> None:
-        self._job, self._pass, self._phase, self._own = job, one, phase, own
+    def __init__(self, job: Job, one: Pass, own: tuple[Tensor, Tensor]) -> None:
+        self._job, self._pass, self._own = job, one, own
         self._me = job.schedule.ring_rank
-        self._plan = int.from_bytes(job.schedule.inputs[:7], "little")
         self._device = own[0].device
         self._slots = {
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
@@ -107,7 +110,7 @@ class _Mail:
         for row in self._pass.messages_of(step, moment):
             payload, source = Payload(row[MessageColumn.PAYLOAD]), int(row[MessageColumn.SOURCE])
             buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
-            header = Header(self._plan, self._job.call, self._phase, payload, step, source, buffer.numel())
+            header = Header(self._job.plan_id, self._job.call, self._job.phase, payload, step, source, buffer.numel())
             action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
             if action == Action.SEND:
                 if row[MessageColumn.SLOT] == OWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspun.core.partition import Partition
-from ringspun.errors import PlanError, ShapeError
+from ringspun.errors import DtypeError, PlanError, ShapeError
 from ringspun.torch.drivers.base import Driver
 
 IGNORED = -100
@@ -40,16 +41,41 @@ def positions(part: Partition, ring_ranks: Sequence[int], restart: bool) -> Tens
 
 def shard(part: Partition, ring_ranks: Sequence[int], x: Tensor, dim: int) -> Tensor:
     """The rows of `x` that `ring_ranks` hold."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"shard must get a tensor; got {type(x).__name__}. torch.from_numpy keeps its memory.")
     if x.ndim == 0 or not -x.ndim <= dim < x.ndim or x.shape[dim] != part.seq_len:
         raise ShapeError(f"shard must get {part.seq_len} tokens along dim {dim}; got shape {tuple(x.shape)}.")
     return x.index_select(dim, held(part, ring_ranks).to(x.device))
 
 
 def gather(part: Partition, driver: Driver, x: Tensor, dim: int) -> Tensor:
-    """All ranks' rows in global order."""
+    """All ranks' rows in global order; what is gathered is agreed on first, for nothing else would stop a mix."""
+    failure: Exception | None = None
+    rows_here = sum(int(part.tokens[r]) for r in driver.ring_ranks)
+    if not isinstance(x, Tensor):
+        failure = DtypeError(f"gather must get a tensor; got {type(x).__name__}.")
+    elif not -x.ndim <= dim < x.ndim or x.shape[dim] != rows_here:
+        failure = ShapeError(
+            f"gather must get {rows_here} rows along dim {dim} (ring rank {driver.ring_ranks[0]}); "
+            f"got shape {tuple(x.shape)}."
+        )
+    elif driver.size > len(driver.ring_ranks) and x.dtype in _NOT_GATHERED:
+        failure = DtypeError(f"gather must get a dtype that gloo moves; got {x.dtype}. Convert it before and after.")
+    fields = {} if failure else _gathered(part, x, dim)
+    driver.agree("a gather", hashlib.blake2b(repr(fields).encode(), digest_size=32).digest(), fields, failure)
     rows = x.movedim(dim, 0)
     gathered: Tensor = _Gather.apply(rows, part, driver)  # type: ignore[no-untyped-call]
     return gathered.movedim(0, dim)
+
+
+def _gathered(part: Partition, x: Tensor, dim: int) -> dict[str, str]:
+    """What the ranks of a gather must have in common."""
+    others = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
+    runs = hashlib.blake2b(part.runs.tobytes(), digest_size=8).hexdigest()
+    return {"dim": str(dim % x.ndim), "other dims": str(others), "dtype": str(x.dtype), "partition": runs}
+
+
+_NOT_GATHERED = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class _Gather(torch.autograd.Function):
@@ -67,9 +93,17 @@ class _Gather(torch.autograd.Function):
 
 def shard_batch(part: Partition, ring_ranks: Sequence[int], batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """See `ringspun.torch.Partition.shard_batch`."""
+    if not batch:
+        raise ShapeError("batch must hold at least one tensor [B, S]; got none.")
     for name, x in batch.items():
-        if x.ndim != 2 or x.shape[1] != part.seq_len:
-            raise ShapeError(f"{name} must be [B, {part.seq_len}]; got shape {tuple(x.shape)}.")
+        if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != part.seq_len:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ShapeError(f"{name} must be [B, {part.seq_len}]; got {got}.")
+    if len({x.shape[0] for x in batch.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+        raise ShapeError(f"batch must have one B; got {shapes}.")
+    if "labels" in batch and batch["labels"].dtype not in (torch.int64, torch.int32, torch.int16):
+        raise DtypeError(f"labels must be int64, int32 or int16, to hold -100; got {batch['labels'].dtype}.")
     local: dict[str, Any] = {name: shard(part, ring_ranks, x, 1) for name, x in batch.items()}
     first = next(iter(batch.values()))
     rows = positions(part, ring_ranks, restart=part.documents is not None)

@@ -7,7 +7,7 @@
     mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
     loop.py           the training loop
     checkpointing.py  checkpoints written whole or not at all
-    memory.py         peak memory, as the profiler sees it
+    output.py         the output folder: checked, locked, moved aside
     report.py         progress bar, log, TensorBoard, loss curve
     proof.py          ring against one process: loss, every gradient, attention memory
     launch.py         starts the local ranks, or joins a job

@@ -8,7 +8,8 @@
       manifest.json           size and SHA-256 of every other file; written last
 
 Everything is written into a hidden folder beside its place and flushed to the disk; then one rename makes it
-appear. A folder without a manifest that fits is damaged: it is named and skipped.
+appear. A folder without a manifest that fits is damaged: it is named and skipped. One that may not be read is refused
+instead, for nothing is known to be wrong with it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -30,6 +32,7 @@ from ringspun.errors import CheckpointError
 
 _PREFIX, _PARTIAL, _TRASH = "step-", ".writing-", ".removing-"
 _MANIFEST, _STATE = "manifest.json", "state.json"
+_REQUIRED = (_STATE, "model/model.safetensors", "optimizer.safetensors", "rng.safetensors")
 
 
 @dataclass(frozen=True)
@@ -89,22 +92,28 @@ def save(
     return place
 
 
-def latest(folder: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+def latest(
+    folder: Path, *, warn: Callable[[str], None], needs: Mapping[str, type] = MappingProxyType({})
+) -> Checkpoint | None:
     """The newest whole checkpoint of `folder`, or None if there has never been one.
 
     Args:
         folder: what `save` was given.
         warn: told the name and the fault of every damaged checkpoint that is skipped.
+        needs: what the state must hold, and of which type; a checkpoint without it is damaged.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged; or `folder` or one of them may not be read.
     """
     damaged = []
     for path in _folders(folder):
-        fault = _fault(path)
+        try:
+            fault = _fault(path, {"step": int, **needs})
+        except PermissionError as problem:
+            raise _unreadable(Path(problem.filename or path), problem) from None
         if fault is None:
-            state = json.loads((path / _STATE).read_text())
-            return Checkpoint(path, int(state["step"]), state)
+            state = _state(path)
+            return Checkpoint(path, state["step"], state)
         damaged.append(path)
         warn(f"checkpoint {path} is damaged and skipped: {fault}.")
     if damaged:
@@ -130,17 +139,6 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -
         raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
     _restore_optimizer(checkpoint, model, optimizer, load_file(checkpoint.path / "optimizer.safetensors"))
     torch.set_rng_state(load_file(checkpoint.path / "rng.safetensors")["cpu"])
-
-
-def move_aside(folder: Path) -> Path | None:
-    """Renames `folder` to the first free of ``folder.1``, ``folder.2``, ...: a fresh run loses nothing."""
-    if not folder.exists():
-        return None
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)
-    return target
 
 
 def _save_model(model: nn.Module, path: Path) -> None:
@@ -178,8 +176,25 @@ def _restore_optimizer(
 
 def _folders(folder: Path) -> list[Path]:
     """Folders of checkpoints, newest first, whole or not."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True)
+    try:
+        paths = list(folder.iterdir())  # not glob, which takes a folder that may not be read for an empty one
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise _unreadable(folder, problem) from None
+    found = [path for path in paths if path.name.startswith(_PREFIX) and _number(path).isdecimal()]
+    return sorted(found, key=lambda path: int(_number(path)), reverse=True)
+
+
+def _number(path: Path) -> str:
+    return path.name.removeprefix(_PREFIX)
+
+
+def _unreadable(path: Path, problem: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoints must be readable; got {path} ({problem.strerror or problem}). "
+        "Make it readable, or give another output."
+    )
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -196,18 +211,39 @@ def _write_manifest(path: Path) -> None:
     (path / _MANIFEST).write_text(json.dumps(entries, indent=1))
 
 
-def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def _fault(path: Path, needs: Mapping[str, type]) -> str | None:
+    """What is wrong with a checkpoint, or None. PermissionError goes through: nothing is known to be wrong."""
     try:
-        entries = json.loads((path / _MANIFEST).read_text())
-    except (OSError, ValueError) as problem:
-        return f"its manifest cannot be read ({getattr(problem, 'strerror', None) or problem})"
-    for name, expected in entries.items():
+        entries = json.loads((path / _MANIFEST).read_bytes())
+        return _manifest_fault(path, entries) or _state_fault(_state(path), needs)
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError) as problem:
+        return f"its {_MANIFEST} or {_STATE} cannot be read ({getattr(problem, 'strerror', None) or problem})"
+
+
+def _manifest_fault(path: Path, entries: Any) -> str | None:
+    if not isinstance(entries, dict):
+        return f"its {_MANIFEST} is no list of files by name"
+    for name in (*_REQUIRED, *entries):
         if not (path / name).is_file():
             return f"{name} is missing"
-        if _entry(path / name) != expected:
+        if name not in entries:
+            return f"{name} is not in its {_MANIFEST}"
+        if _entry(path / name) != entries[name]:
             return f"{name} is not what was written"
     return None
+
+
+def _state_fault(state: Any, needs: Mapping[str, type]) -> str | None:
+    if not isinstance(state, dict):
+        return f"its {_STATE} is no table"
+    wrong = [name for name, kind in needs.items() if not isinstance(state.get(name), kind)]
+    return f"its {_STATE} has no {', '.join(wrong)} that can be used" if wrong else None
+
+
+def _state(path: Path) -> Any:
+    return json.loads((path / _STATE).read_bytes())
 
 
 def _publish(partial: Path, place: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ringspun.core.partition import Partition
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError
 
@@ -27,7 +28,9 @@ class ModelConfig(_Section):
     kv_heads: int | None = Field(
         default=None, gt=0, description="Key/value heads; divides `heads`. Default: as many as `heads`."
     )
-    rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
+    rope_theta: float = Field(
+        default=10_000.0, gt=0, allow_inf_nan=False, description="Base of the rotary frequencies."
+    )
 
     @property
     def head_size(self) -> int:
@@ -68,7 +71,12 @@ class TrainConfig(_Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig, description="Which files are read.")
     seq_len: int = Field(gt=1, description="Tokens of one sequence; one sequence is one step's batch.")
-    ranks: int = Field(default=1, gt=0, description="Processes that share each sequence. Any number, for any length.")
+    ranks: int = Field(
+        default=1,
+        gt=0,
+        le=4096,
+        description="Processes that share each sequence. Any number that leaves each of them a token.",
+    )
     layout: str = Field(
         default="zigzag", description="Who holds which token: contiguous, zigzag, striped, striped(128)."
     )
@@ -76,14 +84,19 @@ class TrainConfig(_Section):
         default="bfloat16", description="bfloat16: autocast over float32 parameters. float32: no autocast."
     )
     steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
-    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate of AdamW.")
+    lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     final_lr: float = Field(
-        default=0.0, ge=0, description="Learning rate at the last step (cosine decay); at most `lr`."
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Learning rate at the last step (cosine decay); at most `lr`.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0; less than `steps`.")
-    weight_decay: float = Field(default=0.1, ge=0, description="AdamW's decay, of matrices only.")
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="AdamW's decay, of matrices only.")
     clip_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm; inf never clips.")
-    seed: int = Field(default=0, ge=0, description="Of the initial weights and the order of the documents.")
+    seed: int = Field(
+        default=0, ge=0, lt=1 << 64, description="Of the initial weights and the order of the documents; 64 bits."
+    )
     checkpoint_every: int = Field(
         default=0,
         ge=0,
@@ -101,6 +114,24 @@ class TrainConfig(_Section):
     def _layout_parses(cls, text: str) -> str:
         parse_layout(text)
         return text
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _output_is_named(cls, path: Any) -> Any:
+        if isinstance(path, str) and not path.strip():
+            raise ValueError(f"output must name a folder; got {path!r}. Write '.' for the current one.")
+        if "\0" in str(path):
+            raise ValueError(f"output must name a folder; got {path!r}, which holds a NUL.")
+        return path
+
+    @model_validator(mode="after")
+    def _every_rank_has_a_token(self) -> Self:
+        if self.ranks <= self.seq_len and Partition(self.seq_len, self.ranks, parse_layout(self.layout)).tokens.all():
+            return self
+        raise ValueError(
+            f"every rank must hold a token; got seq_len = {self.seq_len}, ranks = {self.ranks}, "
+            f"layout = {self.layout!r}. Give fewer ranks or a longer sequence."
+        )
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
@@ -131,6 +162,8 @@ def load_config(path: Path, **overrides: Any) -> TrainConfig:
         raise ConfigError(f"{path}: config must be a readable file; {_reason(problem)}.") from None
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{path}: config must be TOML; {problem}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: config must be TOML; it is nested too deeply.") from None
     values |= {key: value for key, value in overrides.items() if value is not None}
     try:
         return TrainConfig.model_validate(values)
@@ -148,9 +181,7 @@ def _explain(error: Any) -> str:
     keys = [str(part) for part in error["loc"]]
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
-        known = _section(keys[:-1]).model_fields
-        near = difflib.get_close_matches(keys[-1], known, 1, cutoff=0.0)
-        return f"unknown key {name!r}; the nearest is {'.'.join([*keys[:-1], *near])!r}. Rename or remove it."
+        return _unknown(keys, is_table=isinstance(error["input"], dict))
     if error["type"] == "missing":
         field = _section(keys[:-1]).model_fields[keys[-1]]
         return f"key {name!r} must be given. {field.description or ''}".rstrip()
@@ -158,6 +189,22 @@ def _explain(error: Any) -> str:
     if error["type"] == "value_error":
         return f"{name}: {message}" if name else str(message)
     return f"{name}: {message[0].lower()}{message[1:]}; got {error['input']!r}."
+
+
+def _unknown(keys: list[str], *, is_table: bool) -> str:
+    """Names the nearest key, or the nearest table for a table; all of them where none is near."""
+    fields = _section(keys[:-1]).model_fields
+    known = [k for k, f in fields.items() if _is_section(f.annotation) == is_table]
+    near = difflib.get_close_matches(keys[-1], known, 1)
+    what, name = "table" if is_table else "key", ".".join(keys)
+    if near:
+        return f"unknown {what} {name!r}; the nearest is {'.'.join([*keys[:-1], *near])!r}. Rename or remove it."
+    place = f" of [{'.'.join(keys[:-1])}]" if keys[:-1] else ""
+    return f"unknown {what} {name!r}; the {what}s{place} are: {', '.join(known) or 'none'}. Rename or remove it."
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _section(keys: list[str]) -> type[BaseModel]:

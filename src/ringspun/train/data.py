@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Corpus:
     def digest(self) -> str:
         """Digest of names and sizes: says whether a data position of another run means the same here."""
         rows = (f"{name}\0{size}\n" for name, size in zip(self.names, self.sizes_bytes, strict=True))
-        return hashlib.sha256("".join(rows).encode()).hexdigest()[:16]
+        return hashlib.sha256("".join(rows).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def path(self, document: int) -> Path:
         """The file of one document."""
@@ -116,9 +117,12 @@ def _walk(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> Iterator[str
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError as problem:
         raise _unreadable(path, problem) from None
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for ever
+        raise DataError(f"{path}: data must be a regular file. Remove it, or leave it out with data.skip_folders.")
+    return found.st_size
 
 
 def _unreadable(path: Path, problem: OSError) -> DataError:

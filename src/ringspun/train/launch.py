@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,16 +19,17 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from ringspun.core.host import cores
+from ringspun.core.host import cores, end_with_parent
 from ringspun.core.text import parse_layout
-from ringspun.errors import ConfigError, LaunchError
-from ringspun.train import checkpointing
+from ringspun.errors import ConfigError, LaunchError, PeerError, RingBroken, RingspunError
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
+from ringspun.train.output import claimed
 
 _TIMEOUT_S = 600
+_CAUSE_FIRST_S = 2.0
 T = TypeVar("T")
 
 
@@ -57,38 +59,53 @@ def launch(job: Job) -> None:
         RingspunError: what is wrong with the job, found before any rank starts.
         LaunchError: a rank failed; the message is that rank's own.
     """
-    if not job.fresh:
-        find_checkpoint(job.config, job.corpus, warn=_silent)
     # Read by the profiler's library at its first use; the started ranks inherit it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if _joined():
         _check_world(job)
-        work(job)
-    elif job.config.ranks == 1:
-        work(job)
-    else:
-        start_ranks(job.config.ranks, work, job, logs=job.config.output)
+        with _process_group() as group:
+            _join(job, Mesh(group))
+        return
+    with claimed(job.config.output, fresh=job.fresh, say=print):
+        find_checkpoint(job.config, job.corpus, warn=_silent)
+        if job.config.ranks == 1:
+            work(job)
+        else:
+            start_ranks(job.config.ranks, work, job, logs=job.config.output)
 
 
 def work(job: Job) -> None:
-    """One rank of the job: in a process group where the environment describes one, else alone."""
+    """One rank of the job: in a process group where the environment describes one, else alone.
+
+    The output is the caller's to claim; see `ringspun.train.output`.
+    """
+    with _process_group() as group:
+        _train(job, Mesh(group))
+
+
+@contextmanager
+def _process_group() -> Iterator[dist.ProcessGroup | None]:
+    """The group that the environment describes, or None."""
+    if not _joined():
+        yield None
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(job: Job, mesh: Mesh) -> None:
     from ringspun.torch import ContextParallel
     from ringspun.train.proof import prove
 
     torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if _joined():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    try:
-        group = dist.group.WORLD if _joined() else None
-        context = ContextParallel(group, layout=parse_layout(job.config.layout), timeout_s=_TIMEOUT_S)
-        run = Run(job.config, job.corpus, context, Mesh(group), job.hooks)
-        _settle_output(job, run.mesh)
-        state = train(run)
-        if job.prove:
-            prove(run, state)
-    finally:
-        if _joined():
-            dist.destroy_process_group()
+    context = ContextParallel(mesh.group, layout=parse_layout(job.config.layout), timeout_s=_TIMEOUT_S)
+    run = Run(job.config, job.corpus, context, mesh, job.hooks)
+    state = train(run)
+    if job.prove:
+        prove(run, state)
 
 
 def _joined() -> bool:
@@ -104,10 +121,21 @@ def _check_world(job: Job) -> None:
         )
 
 
-def _settle_output(job: Job, mesh: Mesh) -> None:
-    if job.fresh and mesh.rank == 0 and (moved := checkpointing.move_aside(job.config.output)):
-        print(f"the old {job.config.output} is now {moved}")
-    mesh.gather([0.0])  # nobody looks for a checkpoint before that
+def _join(job: Job, mesh: Mesh) -> None:
+    """A rank that torchrun started: rank 0 claims the output for all, and no rank goes on without it."""
+    with ExitStack() as stack:
+        problem: RingspunError | None = None
+        if mesh.rank == 0:
+            try:
+                stack.enter_context(claimed(job.config.output, fresh=job.fresh, say=print))
+            except RingspunError as found:
+                problem = found
+        refused = mesh.gather([float(problem is not None)])[0][0]
+        if problem is not None:
+            raise problem
+        if refused:
+            raise LaunchError(f"output must be free; rank 0 says why {job.config.output} is not.")
+        _train(job, mesh)
 
 
 def start_ranks(ranks: int, function: Callable[..., T], *args: Any, logs: Path) -> dict[int, T]:
@@ -143,9 +171,25 @@ def start_ranks(ranks: int, function: Callable[..., T], *args: Any, logs: Path) 
     )
     try:
         with _signals_restored():
-            return dict(elastic_launch(plan, function)(*args))
+            return dict(elastic_launch(plan, _on_rank)(function, *args))
     except ChildFailedError as problem:
         raise LaunchError(_explain(problem.failures, logs)) from None
+
+
+def _on_rank(function: Callable[..., T], *args: Any) -> T:
+    """A rank's life, which ends with that of the launching process."""
+    end_with_parent()
+    try:
+        return function(*args)
+    except Exception as problem:
+        if _follows(type(problem).__name__, str(problem)):
+            time.sleep(_CAUSE_FIRST_S)  # the launcher hears of one failure only, the first to end a process
+        raise
+
+
+def _follows(kind: str, text: str) -> bool:
+    """Whether a failure is one rank's complaint that another has failed."""
+    return kind in (PeerError.__name__, RingBroken.__name__) or kind.startswith("Dist") or "gloo" in text
 
 
 @contextmanager
@@ -171,21 +215,37 @@ def _start_method() -> str:
     """A server that has imported the heavy packages once and forks each rank, where the system has such."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    heavy = ["ringspun.torch", "ringspun.train.proof", "transformers.models.llama.modeling_llama"]
+    # torch._dynamo is what the first call of any custom op imports: seconds, on every rank anew.
+    heavy = ["ringspun.torch", "ringspun.train.proof", "transformers.models.llama.modeling_llama", "torch._dynamo"]
     multiprocessing.set_forkserver_preload(heavy)
     return "forkserver"
 
 
 def _explain(failures: dict[int, Any], logs: Path) -> str:
-    """The failure that came first, in its own words; the call stack goes into a file."""
-    rank, first = min(failures.items(), key=lambda item: (not _killed(item[1]), item[1].timestamp))
+    """The failure that caused the others, in its own words; the call stack goes into a file."""
+    rank, first = min(failures.items(), key=lambda item: _order(item[1]))
     message = first.message
     if isinstance(message, dict):
         stack = str(message.get("extraInfo", {}).get("py_callstack", ""))
-        logs.mkdir(parents=True, exist_ok=True)
-        (logs / "failure.txt").write_text(f"rank {rank}\n{stack}", encoding="utf-8")
-        message = f"{message['message']} (call stack: {logs / 'failure.txt'})"
+        place = _written(logs / "failure.txt", f"rank {rank}\n{stack}")
+        message = f"{message['message']} ({place})"
     return f"rank {rank} failed: {message}"
+
+
+def _written(path: Path, stack: str) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(stack, encoding="utf-8")
+    except OSError as problem:  # a full disk, say: it must not hide what ended the rank
+        return f"call stack not written: {problem.strerror}"
+    return f"call stack: {path}"
+
+
+def _order(failure: Any) -> tuple[bool, bool, float]:
+    """The cause first: what a signal ended, then what failed by itself, then complaints about others; by time."""
+    told = failure.message["message"] if isinstance(failure.message, dict) else ""
+    kind, _, text = str(told).partition(": ")
+    return not _killed(failure), _follows(kind, text), failure.timestamp
 
 
 def _killed(failure: Any) -> bool:

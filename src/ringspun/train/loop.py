@@ -105,7 +105,9 @@ def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str]
     Raises:
         CheckpointError: naming the setting in which the checkpoint's run was another.
     """
-    found = checkpointing.latest(config.output / "checkpoints", warn=warn)
+    found = checkpointing.latest(
+        config.output / "checkpoints", warn=warn, needs={"data": str, "config": dict, "position": dict}
+    )
     if found is None:
         return None
     if found.state["data"] != corpus.digest:
@@ -121,6 +123,11 @@ def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str]
                 f"got {now[name]!r}. "
                 "Restore it, give another output, or start anew with --fresh."
             )
+    if found.step > config.steps:
+        raise CheckpointError(
+            f"steps must be at least the {found.step} that the run in {config.output} already has; got {config.steps}. "
+            "Raise it, give another output, or start anew with --fresh."
+        )
     return found
 
 
@@ -235,7 +242,9 @@ def _reporting(run: Run, done: int) -> Iterator[Report | None]:
         yield None
         return
     with Report(run.config.output, steps=run.config.steps, done=done) as report:
-        if done:
+        if done == run.config.steps:
+            report.say(f"the run already has its {done} steps; raise steps to go on")
+        elif done:
             report.say(f"going on after step {done} of {run.config.steps}")
         yield report
 

@@ -122,13 +122,13 @@ def _keep_until(path: Path, done: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+            if record["step"] <= done and isinstance(record["loss"], float):
+                kept.append(record)
+        except (ValueError, TypeError, KeyError):
             break
-        if record["step"] <= done:
-            kept.append(record)
     fresh = path.with_name(path.name + ".new")
     fresh.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     fresh.replace(path)

@@ -12,6 +12,7 @@ from ringspun.core.mask import Documents
 from ringspun.errors import LayoutError
 
 SMALLEST_BLOCK = 128
+LARGEST_BLOCK = 1 << 48  # no sequence is longer
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class Striped(Layout):
     block: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int | np.integer):
+        if isinstance(self.block, bool) or not isinstance(self.block, int | np.integer):
             raise LayoutError(f"Striped block must be an integer; got {self.block!r}.")
         if self.block != 1 and self.block < SMALLEST_BLOCK:
             raise LayoutError(f"Striped block must be 1 or at least {SMALLEST_BLOCK} tokens; got {self.block}.")
+        if self.block > LARGEST_BLOCK:
+            raise LayoutError(f"Striped block must be at most 2**48 tokens; got {self.block}.")
 
     def deal(self, seq_len: int, ring_size: int, documents: Documents | None) -> Runs:
         if self.block == 1:

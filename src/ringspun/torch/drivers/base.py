@@ -57,14 +57,32 @@ class Counts:
         self.bytes[sender, transfer.peer] += transfer.buffer.numel()
 
 
+@dataclass(eq=False)
+class RingState:
+    """What all contexts that use one group have in common; it advances alike on every rank.
+
+    Args:
+        calls: attention calls so far, forward and backward; a call's number stands in its headers.
+        contexts: contexts that have made a plan. agreed_sizes: of the last call's messages.
+        broken: why the ring can no longer be used, if it cannot: a call ended on this rank where others may still be in
+            it, so that the next one would pair with the wrong messages.
+    """
+
+    calls: int = 0
+    contexts: int = 0
+    agreed_sizes: str = ""
+    broken: str | None = None
+
+
 class Driver(ABC):
     """Moves messages for the ranks that this process plays.
 
     Args:
-        size: ranks in the ring. ring_ranks: those that this process plays.
+        size: ranks in the ring. ring_ranks: those that this process plays. state: shared by the group's contexts.
     """
 
     size: int
+    state: RingState
     ring_ranks: tuple[int, ...]
     devices: tuple[str, ...] | None = None
     """Kinds of device whose tensors it can move; None: any."""
@@ -99,5 +117,5 @@ class Driver(ABC):
         """Sum over ranks."""
 
     @abstractmethod
-    def report(self, failure: Exception) -> None:
-        """Leave this rank's error where peers that time out will read it."""
+    def report(self, failure: BaseException) -> None:
+        """This rank leaves a call that the others may be in: tell those that will time out, and break the ring."""

@@ -7,9 +7,9 @@ is known only by the timeout, so before it waits a rank leaves a note in the gro
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from ringspun.core.route.base import Action
-from ringspun.errors import PeerError, PlanMismatchError, RingspunError
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, T, Ticket, Transfer
+from ringspun.errors import PeerError, PlanMismatchError, RingBroken, RingspunError
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Transfer
+from ringspun.torch.drivers.notes import Notes, describe
+
+# torch imports torch.distributed.nn.functional lazily, at the first call of a custom op; its default arguments would
+# then hold the default group for good. Imported above, before there is a group, they hold nothing.
 
 FAILED = bytes(32)
 """The digest that a rank with a failure of its own brings to an agreement."""
@@ -41,20 +46,33 @@ class Gloo(Driver):
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.size = dist.get_world_size(group)
         self.ring_rank = dist.get_rank(group)
         self.ring_ranks = (self.ring_rank,)
         self.devices = ("cpu",)
         self.counts = Counts()
+        self.state = _states.setdefault(group, RingState())
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = group.get_group_store()
-        self._came = 0
+        self._notes = Notes(group.get_group_store(), self.ring_rank, patience_s=min(timeout_s, 2.0))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Held weakly: torch keeps it until it is destroyed, and one that outlives that would let
+        gloo's threads free tensors while the interpreter ends, which aborts the process."""
+        group = self._group()
+        if group is None:
+            raise RingBroken(
+                f"group must be alive (ring rank {self.ring_rank} of {self.size}); it was destroyed. "
+                "Make a new process group and a new ContextParallel."
+            )
+        return group
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         (program,) = programs
+        self._check_intact()
         answer: Any = None
         try:
             while True:
@@ -67,9 +85,17 @@ class Gloo(Driver):
                     self._wait(asked.works, asked.what)
         except StopIteration as end:
             return [end.value]
-        except Exception as failure:
+        except BaseException as failure:
             self.report(failure)
             raise
+
+    def _check_intact(self) -> None:
+        if self.state.broken is not None:
+            raise RingBroken(
+                f"ring must be in step to be used (ring rank {self.ring_rank} of {self.size}); an earlier call ended "
+                f"here while others may be in it: {self.state.broken}. "
+                "Make a new process group and a new ContextParallel on every rank, or end the job."
+            )
 
     def _post(self, transfers: list[Transfer]) -> _Works:
         what = ", ".join(
@@ -97,18 +123,21 @@ class Gloo(Driver):
             return action()
         except RingspunError:
             raise
-        except RuntimeError as problem:
-            raise PeerError(
+        except (RuntimeError, ValueError) as problem:
+            words = self._notes.last_words(self.size)
+            failure = PeerError(
                 f"ring rank {self.ring_rank} of {self.size}: {what} must finish within "
-                f"{self._timeout.total_seconds():g} s; got {str(problem).splitlines()[0]}.{self._last_words()}"
-            ) from problem
+                f"{self._timeout.total_seconds():g} s; got {_first_words(problem)}.{words}"
+            )
+            self.report(failure)
+            raise failure from problem
 
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
-        self._came = self._count()
-        note = {"topic": topic, "fields": fields, "error": _describe(failure) if failure else None, "came": self._came}
-        self._leave(note)
+        self._check_intact()
+        error = describe(failure) if failure else None
+        note = self._notes.come(topic, fields, error)
         digests = self._exchange(FAILED if failure else digest, [32] * self.size, topic)
         if failure is None and all(d == digest for d in digests):
             return
@@ -137,48 +166,15 @@ class Gloo(Driver):
         sizes = [int.from_bytes(n, "little") for n in lengths]
         return [json.loads(text) for text in self._exchange(mine, sizes, topic)]
 
-    # -- notes in the store ------------------------------------------------------------------------------------------
-
-    def report(self, failure: Exception) -> None:
-        self._leave({"topic": "a failed call", "fields": {}, "error": _describe(failure), "came": self._came})
-
-    def _count(self) -> int:
-        """How many agreements of this group this rank has come to, this one included, over all contexts."""
-        with contextlib.suppress(RuntimeError):
-            return int(self._store.add(f"ringspun/{self.ring_rank}/agreements", 1))
-        return self._came
-
-    def _leave(self, note: dict[str, Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the store's host is gone: the wait that follows will say so
-            self._store.set(f"ringspun/{self.ring_rank}", json.dumps(note))
-
-    def _note(self, ring_rank: int) -> dict[str, Any] | None:
-        key = f"ringspun/{ring_rank}"
-        try:
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
-        except RuntimeError:
-            return None
-
-    def _last_words(self) -> str:
-        """What the peers' notes say: errors first, else where each was."""
-        words: list[str] = []
-        for rank in range(self.size):
-            if rank == self.ring_rank:
-                continue
-            note = self._note(rank)
-            if note is None:
-                words.insert(0, f"ring rank {rank} has not been heard of")
-            elif note["error"]:
-                words.insert(0, f"ring rank {rank} reported {note['error']}")
-            else:
-                inside = ", ".join(f"{k}={v}" for k, v in note["fields"].items())
-                late = "has not come, it " if note["came"] < self._came else ""
-                words.append(f"ring rank {rank} {late}last agreed on {note['topic']} ({inside})")
-        return f" {'; '.join(words)}." if words else ""
+    def report(self, failure: BaseException) -> None:
+        if self.state.broken is None:
+            self.state.broken = describe(failure)
+            self._notes.leave_error(describe(failure))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        self._check_intact()
         # gloo has no uneven all_gather: rows are padded to the longest and cut again
         longest = max(rows)
         padded = x.new_zeros((longest, *x.shape[1:]))
@@ -189,6 +185,7 @@ class Gloo(Driver):
         return torch.cat([p[:n] for p, n in zip(parts, rows, strict=True)])
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        self._check_intact()
         total = x.clone(memory_format=torch.contiguous_format)
         work = self._guarded(lambda: dist.all_reduce(total, group=self.group, async_op=True), "all-reduce")
         self._wait([work], "all-reduce")
@@ -212,6 +209,9 @@ def _mismatch(topic: str, digests: list[bytes], notes: list[dict[str, Any]]) -> 
     return f"{topic} must be the same on all ranks; {found or 'the digests differ'} (odd ranks: {odd})."
 
 
-def _describe(failure: Exception, limit: int = 500) -> str:
-    text = f"{type(failure).__name__}: {failure}"
-    return text if len(text) <= limit else text[:limit] + "..."  # an error that quotes others' must not grow with them
+def _first_words(problem: Exception) -> str:
+    """gloo's first line, without its own advice."""
+    return str(problem).splitlines()[0].split(" This may indicate")[0].rstrip(". ") or type(problem).__name__
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, RingState] = weakref.WeakKeyDictionary()

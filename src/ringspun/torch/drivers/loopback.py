@@ -7,6 +7,7 @@ A ring of one is plain attention: it never yields a message.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ringspun.core.route.base import Action
 from ringspun.errors import TransferError
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, T, Ticket, Transfer
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Transfer
 
 
 @dataclass(eq=False)
@@ -52,11 +53,15 @@ class Loopback(Driver):
     """
 
     def __init__(self, size: int, *, seed: int = 0) -> None:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"Loopback size must be an integer; got {size!r}.")
         if size < 1:
             raise ValueError(f"Loopback size must be at least 1; got {size}.")
         self.size = size
         self.ring_ranks = tuple(range(size))
         self.counts = Counts()
+        self.state = RingState()
+        self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._links: dict[tuple[int, int], _Link] = {}
 
@@ -70,6 +75,10 @@ class Loopback(Driver):
         wanted.buffer.copy_(sent.buffer)
 
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
+        with self._lock:  # threads that share a loopback take turns
+            return self._run(programs)
+
+    def _run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         self._links = {}
         ranks = [_Rank(n, p) for n, p in zip(self.ring_ranks, programs, strict=True)]
         while True:
@@ -127,7 +136,7 @@ class Loopback(Driver):
         if failure is not None:
             raise failure
 
-    def report(self, failure: Exception) -> None:
+    def report(self, failure: BaseException) -> None:
         """Nobody else waits: all ranks are in this thread."""
 
     def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:

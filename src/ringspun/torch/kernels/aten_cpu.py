@@ -16,6 +16,9 @@ FEW_KEYS = 256
 be the largest error of a ring (8 ranks over one, rms of dq: 1.25 without, 1.0 with), and costs no time to avoid."""
 
 
+SMALLEST_SCALE = 1e-30
+
+
 class AtenCpu(LoweredKernel):
     """Any head size, GQA, f64 / f32 / bf16 / f16. The op wants equal head sizes of q, k and v: the shorter are padded.
     float16 is always computed in float32: the CPU's own is 10 to 500 times slower and its scores can overflow.
@@ -30,6 +33,8 @@ class AtenCpu(LoweredKernel):
             return f"device must be cpu; got {call.device}"
         if call.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"dtype must be float64, float32, bfloat16 or float16; got {call.dtype}"
+        if call.scale < SMALLEST_SCALE:  # the op multiplies its -inf by it: NaN under a causal mask
+            return f"scale must be positive, at least {SMALLEST_SCALE}; got {call.scale}"
         return None
 
     def partial(self, block: Block, *, causal: bool) -> tuple[Tensor, Tensor]:

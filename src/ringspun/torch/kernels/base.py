@@ -25,7 +25,7 @@ class Call:
 
     Args:
         heads, kv_heads: H and K. head_size, value_size: D and Dv. dtype: of q, k, v. device: "cpu", "cuda", ...
-        lse_gradient: whether the returned lse has a gradient (known in backward only; False in forward).
+        scale: of the scores.
     """
 
     heads: int
@@ -34,7 +34,7 @@ class Call:
     value_size: int
     dtype: torch.dtype
     device: str
-    lse_gradient: bool = False
+    scale: float = 1.0
 
 
 class Block(NamedTuple):

@@ -1,0 +1,137 @@
+"""docs/train-config.md is written from the fields of the config. Write it again after a change:
+
+python tests/test_train_config_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from ringspun.train import loop
+from ringspun.train.config import DataConfig, ModelConfig, TrainConfig
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "train-config.md"
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+KINDS = {int: "integer", float: "number", str: "text", Path: "path", tuple: "list of texts"}
+
+TEXT = """# Keys of a training config
+
+<!-- Written by tests/test_train_config_page.py from the fields in src/ringspun/train/config.py. Do not edit. -->
+
+`ringspun train CONFIG --data PATH` reads one TOML file; [`examples/stdlib.toml`](../examples/stdlib.toml) is a whole
+one. An unknown key is an error. `--ranks` and `--output` replace the file's.
+
+What cannot be set: tokens are the text's bytes, and one more ends each document (257 in all); the weights are random at
+the start (it cannot start from a checkpoint of another run or model yet); the mask is always causal within documents; a
+step's batch is one sequence, which all ranks share; the optimizer is AdamW.
+
+## At the top
+
+{top}
+
+## `[model]`
+
+{model}
+
+## `[data]`
+
+{data}
+
+## Going on
+
+A run that goes on from its checkpoint may have other values of
+{may_change}.
+The rest must be as it was, and so must the text.
+
+## The smallest config
+
+```toml
+{smallest}```
+"""
+
+SMALLEST = """seq_len = 1024
+steps = 100
+
+[model]
+layers = 2
+hidden_size = 64
+intermediate_size = 256
+heads = 2
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    changing = [f"`{name}`" for name in TrainConfig.model_fields if name in loop._MAY_CHANGE]
+    return TEXT.format(
+        top=_table(TrainConfig, leave_out=("model", "data")),
+        model=_table(ModelConfig),
+        data=_table(DataConfig),
+        may_change=", ".join(changing),
+        smallest=SMALLEST,
+    )
+
+
+def _table(section: type[Any], leave_out: tuple[str, ...] = ()) -> str:
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        if name not in leave_out:
+            assert field.description, f"{section.__name__}.{name} has no description"
+            rows.append(f"| `{name}` | {_value(field)} | {_default(field.default)} | {field.description} |")
+    return "\n".join(rows)
+
+
+def _value(field: Any) -> str:
+    """Kind and bounds, in words."""
+    if typing.get_origin(field.annotation) is typing.Literal:
+        return " or ".join(f"`{x}`" for x in typing.get_args(field.annotation))
+    kinds = [typing.get_origin(kind) or kind for kind in (field.annotation, *typing.get_args(field.annotation))]
+    kind = next(KINDS[kind] for kind in kinds if kind in KINDS)
+    bounds = [f"{sign} {_number(getattr(m, n))}" for m in field.metadata for n, sign in BOUNDS.items() if hasattr(m, n)]
+    return f"{kind} {', '.join(bounds)}".strip()
+
+
+def _number(bound: float) -> str:
+    return "2^64" if bound == 1 << 64 else str(bound)
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "must be given"
+    if value is None:
+        return "none"
+    return f"`{json.dumps(value if isinstance(value, int | float | tuple) else str(value))}`"
+
+
+def test_the_page_is_what_the_fields_say():
+    """A key, default or unit that changed, and a page that did not."""
+    fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+    assert fresh, f"{PAGE.name} is stale; write it again: python tests/{Path(__file__).name}"
+
+
+def test_the_page_names_every_key_once_in_its_table():
+    """A table that the generator loses."""
+    named = re.findall(r"^\| `(\w+)` \|", page(), re.MULTILINE)
+    fields = [*TrainConfig.model_fields, *ModelConfig.model_fields, *DataConfig.model_fields]
+    assert sorted(named) == sorted(set(fields) - {"model", "data"})
+
+
+def test_the_smallest_config_is_one():
+    """An example that is refused, or one with a key that could be left out."""
+    values = tomllib.loads(SMALLEST)
+    TrainConfig.model_validate(values)
+    required = {name for name, field in TrainConfig.model_fields.items() if field.is_required()}
+    assert set(values) == required
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
