@@ -87,6 +87,7 @@ def prepare(model: M) -> M:
     _refuse_model(model)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     config.use_cache = False
+    model.register_forward_pre_hook(_check_labels, with_kwargs=True)
     getattr(model, "base_model", model).register_forward_pre_hook(_check_call, with_kwargs=True)
     return model
 
@@ -125,7 +126,8 @@ def attention(
         _refuse_config(config)
     if dropout and module.training:
         raise UnsupportedByRing(
-            f"dropout must be 0 in training; got {dropout}. Set attention_dropout = 0 in the model's config."
+            f"dropout must be 0 in training; got {dropout}. "
+            "Set attention_dropout = 0 in the model's config (GPT-2 calls it attn_pdrop)."
         )
     if attention_mask is not None:
         raise UnsupportedByRing(_MASK_MESSAGE.format(tuple(attention_mask.shape)))
@@ -145,8 +147,21 @@ def no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> 
 
 _MASK_MESSAGE = (
     "attention_mask must be None on a ring; got one of shape {}. "
-    "Say it in the plan: plan(Causal() & Documents(lengths)); tokens after the last document are padding."
+    "An all-ones mask: leave it out. Padding: say it in the plan, "
+    "plan(Causal() & Documents.from_segment_ids(mask_row, padding=0))."
 )
+
+
+def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses labels that the model would shift inside the shard, or average over the shard's targets alone."""
+    if kwargs.get("labels") is None:
+        return
+    for name in ("shift_labels", "num_items_in_batch"):
+        if kwargs.get(name) is None:
+            raise UnsupportedByRing(
+                f"labels must come with {name} on a ring; got none. The model would shift or average them inside the "
+                f"shard. Write model(**part.shard_batch(batch), {PLAN_KEYWORD}=plan)."
+            )
 
 
 def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -234,8 +249,11 @@ def _refuse_keywords(kwargs: dict[str, Any]) -> None:
             continue
         raise UnsupportedByRing(
             f"{name} must be None on a ring; got {_brief(value)}. The ring would ignore it. "
-            "Windows and documents belong in the plan's mask."
+            + _INSTEAD.get(name, "Windows and documents belong in the plan's mask.")
         )
+
+
+_INSTEAD = {"sliding_window": "Set the config's sliding_window to None, and plan with Window(sliding_window)."}
 
 
 def _refuse_cache(kwargs: dict[str, Any]) -> None:

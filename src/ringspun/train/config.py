@@ -22,7 +22,7 @@ class ModelConfig(_Section):
     """The `[model]` table: a Llama over byte tokens."""
 
     layers: int = Field(gt=0, description="Decoder layers.")
-    hidden_size: int = Field(gt=0, description="Width of the residual stream; a multiple of `heads`.")
+    hidden_size: int = Field(gt=0, description="Width of the residual stream; a multiple of 2 * `heads`.")
     intermediate_size: int = Field(gt=0, description="Width of the feed-forward layer.")
     heads: int = Field(gt=0, description="Query heads.")
     kv_heads: int | None = Field(

@@ -63,8 +63,8 @@ def launch(job: Job) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if _joined():
         _check_world(job)
-        with _process_group() as group:
-            _join(job, Mesh(group))
+        with _process_group():
+            _join(job, _mesh())
         return
     with claimed(job.config.output, fresh=job.fresh, say=print):
         find_checkpoint(job.config, job.corpus, warn=_silent)
@@ -79,21 +79,26 @@ def work(job: Job) -> None:
 
     The output is the caller's to claim; see `ringspun.train.output`.
     """
-    with _process_group() as group:
-        _train(job, Mesh(group))
+    with _process_group():
+        _train(job, _mesh())
 
 
 @contextmanager
-def _process_group() -> Iterator[dist.ProcessGroup | None]:
-    """The group that the environment describes, or None."""
+def _process_group() -> Iterator[None]:
+    """The default group that the environment describes, or none. Nobody may hold it when it is destroyed."""
     if not _joined():
-        yield None
+        yield
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     try:
-        yield dist.group.WORLD
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def _mesh() -> Mesh:
+    """The ranks of the job; made where it is used, for a group that is held cannot be destroyed cleanly."""
+    return Mesh(dist.group.WORLD if _joined() else None)
 
 
 def _train(job: Job, mesh: Mesh) -> None:
