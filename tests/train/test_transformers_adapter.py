@@ -212,6 +212,22 @@ def test_attention_refuses_what_it_would_ignore(option: dict[str, Any], words: s
         attention(module, q, kv, kv, **(arguments | option))
 
 
+def test_labels_that_the_model_would_shift_inside_the_shard_are_refused() -> None:
+    documents = Documents(LENGTHS)
+    model, part = prepare(tiny_llama()), ring_of(2, documents=documents)
+    plan = part.plan(Causal() & documents)
+    ids = torch.randint(0, VOCAB, (1, S))
+    batch = part.shard_batch({"input_ids": ids, "labels": ids})
+    alone = prepare(tiny_llama())
+    whole = ring_of(1, documents=documents)
+    one = alone(**whole.shard_batch({"input_ids": ids, "labels": ids}), ringspun_plan=whole.plan(Causal() & documents))
+    torch.testing.assert_close(model(**batch, ringspun_plan=plan).loss, one.loss)
+    for name in ("shift_labels", "num_items_in_batch"):
+        less = {key: value for key, value in batch.items() if key != name}
+        with pytest.raises(UnsupportedByRing, match=f"labels must come with {name} on a ring"):
+            model(**less, ringspun_plan=plan)
+
+
 def test_dropout_is_ignored_in_evaluation() -> None:
     part = ring_of(2)
     q, module = torch.randn(1, 2, S, 8), torch.nn.Identity().eval()
