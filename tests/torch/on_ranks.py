@@ -253,7 +253,8 @@ def in_groups(
 ) -> tuple[int, tuple[int, int] | None, dict[str, np.ndarray] | None, list[int]]:
     """Each group runs its own case at the same time; groups need not be sorted. Which group this rank was in, where in
     it, what came out, and the positions that it held."""
-    made = [dist.new_group(group, sort_ranks=sort_ranks) for group in groups]
+    order: dict[str, Any] = {} if sort_ranks else {"sort_ranks": False}
+    made = [dist.new_group(group, **order) for group in groups]
     for number, (group, case) in enumerate(zip(groups, cases, strict=True)):
         if rank in group:
             context = ContextParallel(made[number], layout=case.layout, timeout_s=PATIENCE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -257,13 +258,22 @@ def test_D2_ring_attention_is_the_first_communication_of_its_group(pools):
 
 @pytest.mark.parametrize(
     ("groups", "sort_ranks"),
-    [([[1, 3], [0, 2]], True), ([[3, 0, 1]], False), ([[3, 1], [2, 0]], False), ([[2, 3, 1, 0]], False)],
+    [
+        ([[1, 3], [0, 2]], True),
+        ([[3, 0, 1]], False),
+        ([[3, 1], [2, 0]], False),
+        ([[2, 3, 1, 0]], False),
+        ([[5, 1, 3], [0, 2, 4]], False),
+    ],
     ids=str,
 )
 def test_D3_groups_that_are_not_the_world(pools, groups, sort_ranks):
     """Rank in the group taken for rank in the world: they agree on the world, so tests pass."""
+    if not sort_ranks and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        pytest.skip("this torch sorts the ranks of every group")
     cases = [Case(len(g), 17 + n, Causal() & Window(9 + n), LAYOUTS[n], seed=n) for n, g in enumerate(groups)]
-    outcomes = pools(4).run(in_groups, groups, cases, sort_ranks, timeout_s=20)
+    world = max(4, 1 + max(rank for g in groups for rank in g))
+    outcomes = pools(world).run(in_groups, groups, cases, sort_ranks, timeout_s=20)
     for rank, (number, place, found, held) in enumerate(outcomes):
         member = [n for n, g in enumerate(groups) if rank in g]
         if not member:
