@@ -95,7 +95,8 @@ class Frozen:
 
     def _hang(self, *_: object) -> None:
         self.asked += 1
-        threading.Event().wait(30)
+        threading.Event().wait(5)
+        raise RuntimeError("its host is gone")
 
     add = set = get = check = _hang
 

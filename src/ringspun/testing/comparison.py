@@ -57,7 +57,8 @@ def judge(
     """Whether errors are within the bar of their dtype, and the bar of each tensor.
 
     float64: 1e-12. float32: twice dense float32's worst error + 16 eps. bfloat16: rms over the seeds at most twice
-    dense bfloat16's and, where `alone` (the same on one rank) is given, 1.25 times that for all but lse.
+    dense bfloat16's and, where `alone` (the same on one rank) is given, 1.25 times that for all but lse. `check` gives
+    it from 8 ranks on.
     """
     if dtype == "float64":
         bars = dict.fromkeys(TENSORS, FLOAT64_BAR)
