@@ -16,6 +16,10 @@ COMMANDS = {
 }
 
 
+_EXTRAS = {"torch": "torch", "transformers": "train", "safetensors": "train", "matplotlib": "plot"}
+"""What a missing module is an extra of."""
+
+
 class _LazyGroup(TyperGroup):
     """Knows its commands by name and imports the file of one only to run it."""
 
@@ -51,4 +55,11 @@ def _root() -> None:
 
 def main() -> None:
     """Entry point of the `ringspun` script."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as problem:
+        if problem.name not in _EXTRAS:
+            raise
+        extra = _EXTRAS[problem.name]
+        typer.echo(f"ringspun must find {problem.name}; install it: pip install 'ringspun[{extra}]'.", err=True)
+        raise SystemExit(1) from None

@@ -48,7 +48,9 @@ def train(
         typer.echo(f"ringspun train: files must stay readable and writable; {problem}.", err=True)
         raise typer.Exit(1) from problem
     except KeyboardInterrupt:
-        typer.echo("interrupted; the same command goes on from the last checkpoint", err=True)
+        typer.echo(
+            "interrupted; the same command, without --fresh, goes on from the last checkpoint if there is one", err=True
+        )
         raise typer.Exit(130) from None
 
 

@@ -161,7 +161,8 @@ def start_ranks(ranks: int, function: Callable[..., T], *args: Any, logs: Path) 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+    elastic = "torch.distributed.elastic"  # some of its loggers have a level of their own
+    for name in (elastic, f"{elastic}.agent.server.api", f"{elastic}.multiprocessing.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a failed rank's message is told below, once
     plan = LaunchConfig(
         min_nodes=1,
