@@ -1,9 +1,8 @@
 """Masks: which query position may look at which key position. Frozen values that combine with ``&`` and ``|``.
 
 A mask speaks of *global* positions and knows nothing of ranks, shards or kernels. It states itself twice: as a
-predicate
-(`Mask.allowed`, the definition) and as disjoint regions (`Mask.regions`, what everything else computes with); the tests
-hold one against the other. ``d = q - k`` below is how far a key lies behind its query.
+predicate (`Mask.allowed`, the definition) and as disjoint regions (`Mask.regions`, what everything else computes with);
+the tests hold one against the other. ``d = q - k`` below is how far a key lies behind its query.
 
     Full()           every pair                    Prefix(n)       q < n and k < n
     Causal()         0 <= d                        Anchors(n)      k < n

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,14 +12,13 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ringspun.core import partition as core_partition
 from ringspun.core.mask import Mask
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
-from ringspun.errors import DtypeError, NotDifferentiable, PlanError, RingspunError, ShapeError
-from ringspun.torch import ring, sharding
+from ringspun.errors import PlanError, RingspunError
+from ringspun.torch import inputs, ring, sharding
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, accumulator_dtype
 from ringspun.torch.ops import REGISTRY, Grads, attention_op
@@ -106,9 +104,10 @@ class Plan:
             TransferError: a foreign or stale message arrived. PeerError: another rank is dead, late or failed.
         """
         try:
-            _refuse(refused)
-            q, k, v = self._check(*_autocast(q, k, v))
-            scale = _scale(scale, q.shape[-1])
+            inputs.refuse(refused)
+            q, k, v = inputs.autocast(q, k, v)
+            inputs.check_tensors(self._context.driver, self._rows, q, k, v)
+            scale = inputs.checked_scale(scale, q.shape[-1])
             choose(_call(q, k, v, scale), kernel)
             handle = self._handle(kernel)
         except (RingspunError, TypeError, ValueError) as failure:
@@ -117,45 +116,7 @@ class Plan:
         out, lse, _ = attention_op(q, k, v, handle, scale)
         return (out, lse) if return_lse else out
 
-    # -- checks ------------------------------------------------------------------------------------------------------
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        where = f"(ring rank {self._context.ring_rank} of {self._context.ring_size})"
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if type(x).__name__ == "DTensor":
-                raise DtypeError(f"{name} must be a plain tensor {where}; got a DTensor. Pass its `.to_local()`.")
-            if not isinstance(x, Tensor):
-                raise DtypeError(f"{name} must be a tensor {where}; got {type(x).__name__}.")
-            if x.ndim != 4:
-                raise ShapeError(f"{name} must be [B, H, T, D] {where}; got shape {tuple(x.shape)}.")
-            if not x.dtype.is_floating_point:
-                raise DtypeError(f"{name} must be floating point {where}; got {x.dtype}.")
-            if x.dtype.itemsize < 2:
-                raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16 {where}; got {x.dtype}.")
-            if x.layout != torch.strided or x.is_nested:
-                raise DtypeError(f"{name} must be a dense tensor {where}; got {x.layout}.")
-            _refuse_forward_mode(name, x)
-        if not (q.dtype == k.dtype == v.dtype):
-            raise DtypeError(f"q, k and v must have one dtype {where}; got {q.dtype}, {k.dtype}, {v.dtype}.")
-        if not (q.device == k.device == v.device):
-            raise DtypeError(f"q, k and v must be on one device {where}; got {q.device}, {k.device}, {v.device}.")
-        movable = self._context.driver.devices
-        if movable is not None and q.device.type not in movable:
-            raise DtypeError(f"q, k and v must be on {' or '.join(movable)} for this group {where}; got {q.device}.")
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} {where}"
-        rows = self._rows
-        if not (q.shape[2] == k.shape[2] == v.shape[2] == rows):
-            raise ShapeError(
-                f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. "
-                "Shard them by plan.partition, and order them [B, H, T, D]."
-            )
-        if not (q.shape[0] == k.shape[0] == v.shape[0]) or k.shape[1] != v.shape[1]:
-            raise ShapeError(f"q, k and v must share B, and k and v their heads; got {shapes}.")
-        if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ShapeError(f"query heads must be a multiple of key heads; got {shapes}.")
-        if q.shape[3] != k.shape[3] or q.shape[3] == 0 or v.shape[3] == 0:
-            raise ShapeError(f"q and k must have one head size, at least 1; got {shapes}.")
-        return q, k, v
+    # -- agreement ----------------------------------------------------------------------------------------------------
 
     def _fail(self, failure: Exception) -> None:
         """Tell the other ranks: by the first call's agreement where they wait in it, else by a note."""
@@ -283,39 +244,6 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Call:
     return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type, scale)
 
 
-_INSTEAD = {
-    "dropout_p": "a ring does not drop weights. Leave it out, and set the model's attention dropout to 0",
-    "attn_mask": "what may be seen is the plan's mask. Write plan(Causal() & ...); dense masks are not supported",
-    "is_causal": "what may be seen is the plan's mask. Write plan(Causal())",
-    "enable_gqa": "grouped heads need no switch. Leave it out",
-    "softcap": "it is not supported yet",
-    "sinks": "they are not supported yet",
-    "bias": "it is not supported yet",
-}
-
-
-def _refuse(names: dict[str, object]) -> None:
-    for name in names:
-        advice = _INSTEAD.get(name, "plan.attention knows no such argument")
-        raise TypeError(f"{name} must not be given to plan.attention; {advice}.")
-
-
-def _refuse_forward_mode(name: str, x: Tensor) -> None:
-    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-        raise NotDifferentiable(
-            f"{name} must not carry a forward-mode tangent; ring attention has derivatives in reverse mode only. "
-            "Use torch.autograd.grad or backward."
-        )
-
-
-def _scale(scale: float | None, head_size: int) -> float:
-    if scale is None:
-        return float(head_size**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise PlanError(f"scale must be a finite number (not a tensor: it has no gradient); got {scale!r}.")
-    return float(scale)
-
-
 def _wire(q: Tensor, k: Tensor, v: Tensor) -> Format:
     size = accumulator_dtype(q.dtype).itemsize
     dtype = str(q.dtype).removeprefix("torch.")
@@ -324,21 +252,6 @@ def _wire(q: Tensor, k: Tensor, v: Tensor) -> Format:
 
 def _facts(wire: Format, kernel: Kernel, scale: float) -> dict[str, str]:
     return {**{k: str(v) for k, v in asdict(wire).items()}, "scale": repr(scale), "kernel": kernel.name}
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What autocast does to scaled_dot_product_attention: float tensors to the device's autocast dtype, but not
-    float64."""
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(x: Tensor) -> Tensor:
-        eligible = isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != torch.float64
-        return x.to(dtype) if eligible else x
-
-    return cast(q), cast(k), cast(v)
 
 
 def check_schedules(

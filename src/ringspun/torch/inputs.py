@@ -1,0 +1,102 @@
+"""What `Plan.attention` is given: looked at before anything is computed or sent, and refused in the user's terms."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringspun.errors import DtypeError, NotDifferentiable, PlanError, ShapeError
+from ringspun.torch.drivers import Driver
+
+
+def check_tensors(driver: Driver, rows: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v fit each other, the driver and the `rows` tokens that this process holds.
+
+    Raises:
+        ShapeError, DtypeError, NotDifferentiable: naming the tensor and the ring rank.
+    """
+    where = f"(ring rank {driver.ring_ranks[0]} of {driver.size})"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x).__name__ == "DTensor":
+            raise DtypeError(f"{name} must be a plain tensor {where}; got a DTensor. Pass its `.to_local()`.")
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"{name} must be a tensor {where}; got {type(x).__name__}.")
+        if x.ndim != 4:
+            raise ShapeError(f"{name} must be [B, H, T, D] {where}; got shape {tuple(x.shape)}.")
+        if not x.dtype.is_floating_point:
+            raise DtypeError(f"{name} must be floating point {where}; got {x.dtype}.")
+        if x.dtype.itemsize < 2:
+            raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16 {where}; got {x.dtype}.")
+        if x.layout != torch.strided or x.is_nested:
+            raise DtypeError(f"{name} must be a dense tensor {where}; got {x.layout}.")
+        _refuse_forward_mode(name, x)
+    if not (q.dtype == k.dtype == v.dtype):
+        raise DtypeError(f"q, k and v must have one dtype {where}; got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if not (q.device == k.device == v.device):
+        raise DtypeError(f"q, k and v must be on one device {where}; got {q.device}, {k.device}, {v.device}.")
+    movable = driver.devices
+    if movable is not None and q.device.type not in movable:
+        raise DtypeError(f"q, k and v must be on {' or '.join(movable)} for this group {where}; got {q.device}.")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} {where}"
+    if not (q.shape[2] == k.shape[2] == v.shape[2] == rows):
+        raise ShapeError(
+            f"q, k and v must hold {rows} tokens in dim 2; got {shapes}. "
+            "Shard them by plan.partition, and order them [B, H, T, D]."
+        )
+    if not (q.shape[0] == k.shape[0] == v.shape[0]) or k.shape[1] != v.shape[1]:
+        raise ShapeError(f"q, k and v must share B, and k and v their heads; got {shapes}.")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of key heads; got {shapes}.")
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0 or v.shape[3] == 0:
+        raise ShapeError(f"q and k must have one head size, at least 1; got {shapes}.")
+
+
+_INSTEAD = {
+    "dropout_p": "a ring does not drop weights. Leave it out, and set the model's attention dropout to 0",
+    "attn_mask": "what may be seen is the plan's mask. Write plan(Causal() & ...); dense masks are not supported",
+    "is_causal": "what may be seen is the plan's mask. Write plan(Causal())",
+    "enable_gqa": "grouped heads need no switch. Leave it out",
+    "softcap": "it is not supported yet",
+    "sinks": "they are not supported yet",
+    "bias": "it is not supported yet",
+}
+
+
+def refuse(names: dict[str, object]) -> None:
+    for name in names:
+        advice = _INSTEAD.get(name, "plan.attention knows no such argument")
+        raise TypeError(f"{name} must not be given to plan.attention; {advice}.")
+
+
+def _refuse_forward_mode(name: str, x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotDifferentiable(
+            f"{name} must not carry a forward-mode tangent; ring attention has derivatives in reverse mode only. "
+            "Use torch.autograd.grad or backward."
+        )
+
+
+def checked_scale(scale: float | None, head_size: int) -> float:
+    if scale is None:
+        return float(head_size**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise PlanError(f"scale must be a finite number (not a tensor: it has no gradient); got {scale!r}.")
+    return float(scale)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What autocast does to scaled_dot_product_attention: float tensors to the device's autocast dtype, but not
+    float64."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        eligible = isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != torch.float64
+        return x.to(dtype) if eligible else x
+
+    return cast(q), cast(k), cast(v)
