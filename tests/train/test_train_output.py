@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_runs import tiny_config, write_text
+from training_runs import tiny_config, tiny_toml, write_text
 from typer.testing import CliRunner
 
 from ringspun.cli.train import app
@@ -17,16 +17,7 @@ from ringspun.train import launch
 from ringspun.train.launch import Job
 from ringspun.train.output import claimed
 
-CONFIG = """
-seq_len = 32
-steps = 1
-dtype = "float32"
-[model]
-layers = 1
-hidden_size = 16
-intermediate_size = 16
-heads = 2
-"""
+CONFIG = tiny_toml(steps=1)
 
 
 def ignore(_: str) -> None:

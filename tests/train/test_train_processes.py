@@ -21,6 +21,7 @@ from training_runs import (
     outcome,
     poison_rank_2_in_step_3,
     tiny_config,
+    tiny_toml,
     write_text,
 )
 from typer.testing import CliRunner
@@ -157,16 +158,7 @@ def command(*arguments: str | Path):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-CONFIG = """
-seq_len = 32
-steps = 2
-dtype = "float32"
-[model]
-layers = 1
-hidden_size = 16
-intermediate_size = 16
-heads = 2
-"""
+CONFIG = tiny_toml(steps=2)
 
 
 def test_command_trains_and_moves_old_output_aside(tmp_path: Path) -> None:

@@ -23,6 +23,20 @@ from ringspun.train.launch import Job, launch, work
 SEQ_LEN = 64
 
 
+def tiny_toml(*, steps: int) -> str:
+    """A config file of a run of seconds, for the command."""
+    return f"""
+seq_len = 32
+steps = {steps}
+dtype = "float32"
+[model]
+layers = 1
+hidden_size = 16
+intermediate_size = 16
+heads = 2
+"""
+
+
 def tiny_config(output: Path, **changes: Any) -> TrainConfig:
     """Two layers of width 32 over 64 tokens, in float32."""
     values: dict[str, Any] = {

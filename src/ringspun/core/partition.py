@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,6 +72,10 @@ class Partition:
         begin = np.cumsum(self.run_tokens) - self.run_tokens
         rank_begin = np.cumsum(self.tokens) - self.tokens
         return begin - rank_begin[self.runs[:, RANK]]
+
+    def rows_of(self, ring_ranks: Sequence[int]) -> int:
+        """Rows that some ranks hold together."""
+        return sum(int(self.tokens[r]) for r in ring_ranks)
 
     def positions(self, ring_rank: int) -> NDArray[np.int64]:
         """Global positions that `ring_rank` holds, in local order ``[T]``."""

@@ -7,9 +7,10 @@ try:
 except ImportError as problem:  # pragma: no cover
     raise MissingExtra("ringspun.torch needs PyTorch: pip install 'ringspun[torch]'") from problem
 
-from ringspun.torch.context import ContextParallel, Partition
+from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Gloo, Loopback
 from ringspun.torch.functional import blockwise_attention, ring_attention
+from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan
 from ringspun.torch.softmax import merge
 

@@ -8,7 +8,6 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_
 from ringspun.errors import PlanError, RingspunWarning
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
-from ringspun.torch.kernels import Kernel
+from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
@@ -153,8 +152,9 @@ class ContextParallel:
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         number = self.number
-        digest = hashlib.blake2b(inputs + number.to_bytes(8, "little"), digest_size=32).digest()
-        self.driver.agree("the plan", digest, {**fields, "context of the group": str(number)}, failure)
+        self.driver.agree(
+            "the plan", digest_of((inputs, number)), {**fields, "context of the group": str(number)}, failure
+        )
 
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
@@ -218,6 +218,3 @@ def _key_of(schedules: Schedule | Sequence[Schedule]) -> bytes:
 def _shown(value: Any, limit: int = 120) -> str:
     text = str(value)
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-__all__ = ["ContextParallel", "Kernel", "Partition", "Plan"]

@@ -40,7 +40,7 @@ class Partition:
     @property
     def local_tokens(self) -> int:
         """Rows that this process holds."""
-        return sum(int(self.core.tokens[r]) for r in self.context.driver.ring_ranks)
+        return self.core.rows_of(self.context.driver.ring_ranks)
 
     @property
     def slices(self) -> list[slice]:

@@ -19,6 +19,7 @@ from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs, ring, sharding
+from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, accumulator_dtype
 from ringspun.torch.ops import REGISTRY, Grads, attention_op
@@ -43,7 +44,7 @@ class Plan:
         schedules: tuple[Schedule, ...],
     ) -> None:
         self._context, self._core, self.mask, self.schedules = context, part, mask, schedules
-        self._rows = sum(int(part.tokens[r]) for r in context.driver.ring_ranks)  # an int: traced calls guard on it
+        self._rows = part.rows_of(context.driver.ring_ranks)  # an int: traced calls guard on it
         self._agreed: dict[str, str] = {}
         self._handles: dict[str | Kernel | None, tuple[int, _Executable]] = {}
         number = context.number.to_bytes(8, "little")
@@ -133,8 +134,9 @@ class Plan:
         text, sizes = repr(sorted(fields.items())), repr((wire, self._core.tokens.tobytes()))
         if self._agreed.get(topic) == text and self._context.driver.state.agreed_sizes == sizes:
             return
-        digest = hashlib.blake2b(repr((topic, text, sizes)).encode(), digest_size=32).digest()
-        self._context.driver.agree(topic, digest, {**fields, "seq_len": str(self._core.seq_len)})
+        self._context.driver.agree(
+            topic, digest_of((topic, text, sizes)), {**fields, "seq_len": str(self._core.seq_len)}
+        )
         self._agreed[topic] = text
         self._context.driver.state.agreed_sizes = sizes
 

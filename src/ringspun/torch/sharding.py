@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringspun.core.partition import Partition
 from ringspun.errors import DtypeError, PlanError, ShapeError
-from ringspun.torch.drivers.base import Driver
+from ringspun.torch.drivers.base import Driver, digest_of
 
 IGNORED = -100
 """The label that means: no target."""
@@ -51,7 +51,7 @@ def shard(part: Partition, ring_ranks: Sequence[int], x: Tensor, dim: int) -> Te
 def gather(part: Partition, driver: Driver, x: Tensor, dim: int) -> Tensor:
     """All ranks' rows in global order; what is gathered is agreed on first, for nothing else would stop a mix."""
     failure: Exception | None = None
-    rows_here = sum(int(part.tokens[r]) for r in driver.ring_ranks)
+    rows_here = part.rows_of(driver.ring_ranks)
     if not isinstance(x, Tensor):
         failure = DtypeError(f"gather must get a tensor; got {type(x).__name__}.")
     elif not -x.ndim <= dim < x.ndim or x.shape[dim] != rows_here:
@@ -62,7 +62,7 @@ def gather(part: Partition, driver: Driver, x: Tensor, dim: int) -> Tensor:
     elif driver.size > len(driver.ring_ranks) and x.dtype in _NOT_GATHERED:
         failure = DtypeError(f"gather must get a dtype that gloo moves; got {x.dtype}. Convert it before and after.")
     fields = {} if failure else _gathered(part, x, dim)
-    driver.agree("a gather", hashlib.blake2b(repr(fields).encode(), digest_size=32).digest(), fields, failure)
+    driver.agree("a gather", digest_of(fields), fields, failure)
     rows = x.movedim(dim, 0)
     gathered: Tensor = _Gather.apply(rows, part, driver)  # type: ignore[no-untyped-call]
     return gathered.movedim(0, dim)
