@@ -1,0 +1,126 @@
+"""What every mask is, how masks combine, and what their files share."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspun.core import regions as rg
+from ringspun.errors import MaskError
+
+Positions = NDArray[np.int64]
+Allowed = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Mask(ABC):
+    """A set of allowed (query, key) pairs over global positions."""
+
+    @abstractmethod
+    def allowed(self, q: Positions, k: Positions) -> Allowed:
+        """Whether each pair is allowed; `q` and `k` broadcast against each other."""
+
+    @abstractmethod
+    def regions(self, q_len: int, k_len: int) -> rg.Table:
+        """The same set as disjoint regions ``[n, 6]`` (see `ringspun.core.regions`), for lengths in tokens."""
+
+    def as_array(self, q_len: int, k_len: int | None = None) -> Allowed:
+        """The dense boolean matrix ``[q_len, k_len]`` (True = may look), straight from the definition."""
+        k_len = q_len if k_len is None else k_len
+        return np.broadcast_to(
+            self.allowed(np.arange(q_len)[:, None], np.arange(k_len)[None, :]), (q_len, k_len)
+        ).copy()
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(_operands(And, self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(_operands(Or, self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __str__(self) -> str:
+        """The canonical string; for the masks of this package ``parse(str(mask)) == mask``."""
+        values = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        shown = [
+            _argument(value) if f.default is dataclasses.MISSING else f"{f.name}={_argument(value)}"
+            for f, value in values
+            if f.default is dataclasses.MISSING or value != f.default
+        ]
+        name = type(self).__name__.lower()
+        return f"{name}({', '.join(shown)})" if shown else name
+
+
+@dataclass(frozen=True)
+class And(Mask):
+    """Pairs that every operand allows; made by ``a & b``."""
+
+    masks: tuple[Mask, ...]
+
+    def allowed(self, q: Positions, k: Positions) -> Allowed:
+        return np.asarray(np.logical_and.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks))))
+
+    def regions(self, q_len: int, k_len: int) -> rg.Table:
+        first, *others = (m.regions(q_len, k_len) for m in self.masks)
+        for other in others:
+            first = rg.intersect(first, other)
+        return first
+
+    def __str__(self) -> str:
+        return " & ".join(f"({m})" if isinstance(m, Or) else str(m) for m in self.masks)
+
+
+@dataclass(frozen=True)
+class Or(Mask):
+    """Pairs that any operand allows; made by ``a | b``."""
+
+    masks: tuple[Mask, ...]
+
+    def allowed(self, q: Positions, k: Positions) -> Allowed:
+        return np.asarray(np.logical_or.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks))))
+
+    def regions(self, q_len: int, k_len: int) -> rg.Table:
+        first, *others = (m.regions(q_len, k_len) for m in self.masks)
+        for other in others:
+            first = rg.unite(first, other)
+        return first
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.masks))
+
+
+def _argument(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _operands(kind: type[And] | type[Or], *masks: Mask) -> tuple[Mask, ...]:
+    """Operands with nested ones of the same kind taken flat, so that equal expressions are equal values."""
+    return tuple(part for m in masks for part in (m.masks if isinstance(m, kind) else (m,)))
+
+
+def squares(start: Positions, stop: Positions, q_len: int, k_len: int) -> rg.Table:
+    return rectangles(start, stop, start, stop, q_len, k_len)
+
+
+def rectangles(q0: Positions, q1: Positions, k0: Positions, k1: Positions, q_len: int, k_len: int) -> rg.Table:
+    wide = np.full(len(q0), rg.UNBOUNDED, np.int64)
+    columns = [q0, np.minimum(q1, q_len), k0, np.minimum(k1, k_len), -wide, wide]
+    return rg.tighten(np.stack(columns, axis=1).astype(np.int64))
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise MaskError(f"{name} must be an integer; got {value!r}.")
+    if least is not None and value < least:
+        raise MaskError(f"{name} must be >= {least}; got {value}.")
+    if abs(int(value)) > rg.UNBOUNDED:
+        raise MaskError(f"{name} must lie within +-2**60 (None, where allowed, is unbounded); got {value}.")
+    return int(value)
+
+
+def short(values: NDArray[np.int64]) -> str:
+    shown = ", ".join(map(str, values[:8].tolist()))
+    return f"[{shown}{', ...' if len(values) > 8 else ''}] ({len(values)} values)"
