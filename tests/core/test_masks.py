@@ -19,33 +19,70 @@ LENGTH = 11
 
 
 @st.composite
-def masks_and_lengths(draw):
-    q_len, k_len = draw(st.integers(0, LENGTH)), draw(st.integers(0, LENGTH))
-    return draw(strategies.masks(min(q_len, k_len))), q_len, k_len
+def masks_and_sides(draw):
+    """A mask, a number of queries, a number of keys and the position of the first query."""
+    q_len, k_len, q_start = (
+        draw(st.integers(0, LENGTH)),
+        draw(st.integers(0, LENGTH)),
+        draw(st.integers(-LENGTH, LENGTH)),
+    )
+    return draw(strategies.masks(max(q_start + q_len, k_len))), q_len, k_len, q_start
 
 
-@given(masks_and_lengths())
-@example((Prefix(5), 2, 4))
-@example((Prefix(5), 4, 2))
-@example((Chunks(9), 3, 7))
-@example((Anchors(5), 2, 4))
+@given(masks_and_sides())
+@example((Prefix(5), 2, 4, 0))
+@example((Prefix(5), 4, 2, 0))
+@example((Chunks(9), 3, 7, 0))
+@example((Anchors(5), 2, 4, 0))
 def test_regions_are_the_predicate_and_disjoint(case):
-    mask, q_len, k_len = case
-    table = mask.regions(q_len, k_len)
-    dense = mask.as_array(q_len, k_len)
-    np.testing.assert_array_equal(rg.as_array(table, q_len, k_len), dense)
+    mask, q_len, k_len, q_start = case
+    table = mask.regions(q_len, k_len, q_start)
+    dense = mask.as_array(q_len, k_len, q_start=q_start)
+    np.testing.assert_array_equal(rg.as_array(table, q_len, k_len, q_start), dense)
     assert rg.count(table).sum() == dense.sum(), "regions overlap"
     assert (rg.count(table) > 0).all(), "an empty region is kept"
 
 
-@given(masks_and_lengths())
+@given(masks_and_sides())
 def test_regions_are_tight_in_every_key_and_query(case):
     """What `tiles.meetings` rests on: each row and each column of a region's rectangle holds a pair."""
-    mask, q_len, k_len = case
-    for row in mask.regions(q_len, k_len):
+    mask, *sides, q_start = case
+    for row in mask.regions(*sides, q_start):
         q0, q1, k0, k1 = row[:4]
-        inside = rg.as_array(row[None], q_len, k_len)[q0:q1, k0:k1]
+        inside = rg.as_array(row[None], *sides, q_start)[q0 - q_start : q1 - q_start, k0:k1]
         assert inside.any(axis=0).all() and inside.any(axis=1).all()
+
+
+@given(strategies.masks(LENGTH), st.integers(0, LENGTH), st.integers(0, LENGTH))
+def test_queries_that_start_late_are_rows_of_the_whole(mask, start, stop):
+    """Positions, not shapes, decide: a query sees the same keys whichever queries come with it."""
+    start, stop = sorted((start, stop))
+    late = mask.as_array(stop - start, LENGTH, q_start=start)
+    np.testing.assert_array_equal(late, mask.as_array(LENGTH)[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "q_start", "expected"),
+    [(2, 5, 3, [2.5, 3.0]), (5, 2, -3, [0, 0, 0, 1.0, 1.5]), (2, 5, 0, [1.0, 1.5])],
+)
+def test_M1_positions_align_queries_and_keys_of_unequal_lengths(q_len, k_len, q_start, expected):
+    """Causal results differ between backends when there are more keys than queries, or fewer."""
+    q, k = np.zeros((1, 1, q_len, 3)), np.zeros((1, 1, k_len, 3))
+    v = np.arange(1.0, k_len + 1)[None, None, :, None]
+    table = Causal().regions(q_len, k_len, q_start)
+    out, lse, _ = reference.attention(q, k, v, allowed=rg.as_array(table, q_len, k_len, q_start))
+    np.testing.assert_allclose(out[0, 0, :, 0], expected, rtol=0, atol=1e-15)
+    np.testing.assert_array_equal(np.isneginf(lse[0, 0]), np.array(expected) == 0)
+
+
+def test_documents_belong_to_positions():
+    docs = Documents([2, 3])
+    np.testing.assert_array_equal(docs.as_array(3, 4, q_start=3), matrix("..11 ..11 ...."))
+    np.testing.assert_array_equal(docs.as_array(3, 5, q_start=-2), matrix("..... ..... 11..."))
+    for sides in ((3, 4, 3), (3, 5, -2), (1, 5, 0), (5, 1, 0), (1, 0, 4), (2, 9, -7)):
+        q_len, k_len, q_start = sides
+        found = rg.as_array(docs.regions(*sides), *sides)
+        np.testing.assert_array_equal(found, docs.as_array(q_len, k_len, q_start=q_start))
 
 
 @given(strategies.masks(LENGTH))
@@ -191,7 +228,15 @@ def test_only_masks_combine():
             r"documents must follow each other without overlap; got document 0 starting at -1\.",
         ),
         (
-            lambda: Documents([2, 3]).regions(4, 9),
+            lambda: Documents([2, 3]).regions(4, 3),
+            r"documents must fit the sequence; got documents that end at 5 in 4 tokens\.",
+        ),
+        (
+            lambda: Documents([2, 3]).regions(6, 3, q_start=-2),
+            r"documents must fit the sequence; got documents that end at 5 in 4 tokens\.",
+        ),
+        (
+            lambda: Anchors(1, Documents([2, 3])).regions(2, 1, q_start=2),
             r"documents must fit the sequence; got documents that end at 5 in 4 tokens\.",
         ),
         (

@@ -229,9 +229,8 @@ class EveryOther(Mask):
     def allowed(self, q, k):
         return (q == k) | ((q % 2 == 0) & (k == q - 1))
 
-    def regions(self, q_len, k_len):
-        rows = [(q, q + 1, max(q - 1, 0), q + 1, 0, 1) for q in range(0, q_len, 2)]
-        rows += [(q, q + 1, q, q + 1, 0, 0) for q in range(1, q_len, 2)]
+    def regions(self, q_len, k_len, q_start=0):
+        rows = [(q, q + 1, max(q - 1 + q % 2, 0), min(q + 1, k_len), 0, 1) for q in range(q_start, q_start + q_len)]
         return rg.tighten(np.array(rows, np.int64).reshape(-1, 6))
 
 

@@ -38,11 +38,11 @@ class Checkerboard(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return (q // self.size + k // self.size) % 2 == 0
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        wide = rg.UNBOUNDED
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        wide, q_stop = rg.UNBOUNDED, q_start + q_len
         squares = [
-            (q, min(q + self.size, q_len), k, min(k + self.size, k_len), -wide, wide)
-            for q in range(0, q_len, self.size)
+            (max(q, q_start), min(q + self.size, q_stop), k, min(k + self.size, k_len), -wide, wide)
+            for q in range(q_start // self.size * self.size, q_stop, self.size)
             for k in range((q // self.size) % 2 * self.size, k_len, 2 * self.size)
         ]
         return rg.tighten(np.array(squares, np.int64).reshape(-1, 6))
@@ -57,7 +57,8 @@ class Diagonals(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return (q - k) % self.step == 1
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        distances = [d for d in range(1 - k_len, q_len) if d % self.step == 1]
-        lines = [(0, q_len, 0, k_len, d, d) for d in distances]
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        q_stop = q_start + q_len
+        distances = [d for d in range(q_start + 1 - k_len, q_stop) if d % self.step == 1]
+        lines = [(q_start, q_stop, 0, k_len, d, d) for d in distances]
         return rg.tighten(np.array(lines, np.int64).reshape(-1, 6))

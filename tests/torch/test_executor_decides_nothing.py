@@ -36,7 +36,10 @@ def judged(case: Case, found: dict[str, np.ndarray]) -> None:
 
 def test_the_foreign_masks_say_the_same_twice():
     for mask in (Checkerboard(1), Checkerboard(3), Diagonals(2), Diagonals(5)):
-        assert np.array_equal(mask.as_array(S), tl.rg.as_array(mask.regions(S, S), S, S))
+        for sides in ((S, S, 0), (7, S, 11), (S, 7, -9)):
+            q_len, k_len, q_start = sides
+            found = tl.rg.as_array(mask.regions(*sides), *sides)
+            assert np.array_equal(mask.as_array(q_len, k_len, q_start=q_start), found)
 
 
 def test_the_foreign_layout_leaves_some_ranks_without_tokens():

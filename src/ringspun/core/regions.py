@@ -122,10 +122,10 @@ def unite(a: Table, b: Table) -> Table:
     return np.concatenate([a, subtract(b, a)])
 
 
-def as_array(regions: Table, q_len: int, k_len: int) -> NDArray[np.bool_]:
-    """The dense boolean matrix ``[q_len, k_len]``; for tests and small pictures."""
+def as_array(regions: Table, q_len: int, k_len: int, q_start: int = 0) -> NDArray[np.bool_]:
+    """The dense boolean matrix ``[q_len, k_len]``, whose first row is query `q_start`; for tests and small pictures."""
     allowed = np.zeros((q_len, k_len), np.bool_)
     for q0, q1, k0, k1, lo, hi in regions:
         q, k = np.arange(q0, q1)[:, None], np.arange(k0, k1)[None, :]
-        allowed[q0:q1, k0:k1] |= (lo <= q - k) & (q - k <= hi)
+        allowed[q0 - q_start : q1 - q_start, k0:k1] |= (lo <= q - k) & (q - k <= hi)
     return allowed

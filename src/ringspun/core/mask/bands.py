@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringspun.core import regions as rg
-from ringspun.core.mask.base import Allowed, Mask, Positions, integer
+from ringspun.core.mask.base import Allowed, Mask, Positions, everything, integer
 from ringspun.errors import MaskError
 
 
@@ -47,8 +47,8 @@ class Band(Mask):
         lo, hi = self._bounds()
         return np.asarray((lo <= q - k) & (q - k <= hi))
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        return rg.rectangle(0, q_len, 0, k_len, *self._bounds())
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        return rg.rectangle(q_start, q_start + q_len, 0, k_len, *self._bounds())
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Full(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return np.ones(np.broadcast_shapes(q.shape, k.shape), np.bool_)
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        return rg.rectangle(0, q_len, 0, k_len)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        return everything(q_len, k_len, q_start)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Causal(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return np.asarray(q >= k)
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        return rg.rectangle(0, q_len, 0, k_len, lo=0)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        return rg.rectangle(q_start, q_start + q_len, 0, k_len, lo=0)
 
 
 @dataclass(frozen=True)
@@ -95,5 +95,5 @@ class Window(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return self._band().allowed(q, k)
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        return self._band().regions(q_len, k_len)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        return self._band().regions(q_len, k_len, q_start)

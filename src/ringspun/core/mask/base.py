@@ -26,15 +26,23 @@ class Mask(ABC):
         """Whether each pair is allowed; `q` and `k` broadcast against each other."""
 
     @abstractmethod
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        """The same set as disjoint regions ``[n, 6]`` (see `ringspun.core.regions`), for lengths in tokens."""
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        """The same set as disjoint regions ``[n, 6]`` (see `ringspun.core.regions`), in positions.
 
-    def as_array(self, q_len: int, k_len: int | None = None) -> Allowed:
-        """The dense boolean matrix ``[q_len, k_len]`` (True = may look), straight from the definition."""
+        Args:
+            q_len: queries (tokens). k_len: keys (tokens), at positions 0 .. k_len - 1.
+            q_start: position of the first query; decoding sets it to the keys that came before, and a negative one puts
+                queries before the first key.
+        """
+
+    def as_array(self, q_len: int, k_len: int | None = None, *, q_start: int = 0) -> Allowed:
+        """The dense boolean matrix ``[q_len, k_len]`` (True = may look), straight from the definition.
+
+        Its row i is the query at position ``q_start + i``; arguments as in `regions`; `k_len` is `q_len` if not given.
+        """
         k_len = q_len if k_len is None else k_len
-        return np.broadcast_to(
-            self.allowed(np.arange(q_len)[:, None], np.arange(k_len)[None, :]), (q_len, k_len)
-        ).copy()
+        q, k = np.arange(q_start, q_start + q_len)[:, None], np.arange(k_len)[None, :]
+        return np.broadcast_to(self.allowed(q, k), (q_len, k_len)).copy()
 
     def __and__(self, other: Mask) -> Mask:
         return And(_operands(And, self, other)) if isinstance(other, Mask) else NotImplemented
@@ -63,8 +71,8 @@ class And(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return np.asarray(np.logical_and.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks))))
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        first, *others = (m.regions(q_len, k_len) for m in self.masks)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        first, *others = (m.regions(q_len, k_len, q_start) for m in self.masks)
         for other in others:
             first = rg.intersect(first, other)
         return first
@@ -82,8 +90,8 @@ class Or(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return np.asarray(np.logical_or.reduce(np.broadcast_arrays(*(m.allowed(q, k) for m in self.masks))))
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        first, *others = (m.regions(q_len, k_len) for m in self.masks)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        first, *others = (m.regions(q_len, k_len, q_start) for m in self.masks)
         for other in others:
             first = rg.unite(first, other)
         return first
@@ -101,14 +109,15 @@ def _operands(kind: type[And] | type[Or], *masks: Mask) -> tuple[Mask, ...]:
     return tuple(part for m in masks for part in (m.masks if isinstance(m, kind) else (m,)))
 
 
-def squares(start: Positions, stop: Positions, q_len: int, k_len: int) -> rg.Table:
-    return rectangles(start, stop, start, stop, q_len, k_len)
+def everything(q_len: int, k_len: int, q_start: int) -> rg.Table:
+    """Every pair of these queries and keys: what the regions of a mask lie within."""
+    return rg.rectangle(q_start, q_start + q_len, 0, k_len)
 
 
-def rectangles(q0: Positions, q1: Positions, k0: Positions, k1: Positions, q_len: int, k_len: int) -> rg.Table:
+def rectangles(q0: Positions, q1: Positions, k0: Positions, k1: Positions, within: rg.Table) -> rg.Table:
+    """Rectangles without a band, one per entry, cut to the region `within`."""
     wide = np.full(len(q0), rg.UNBOUNDED, np.int64)
-    columns = [q0, np.minimum(q1, q_len), k0, np.minimum(k1, k_len), -wide, wide]
-    return rg.tighten(np.stack(columns, axis=1).astype(np.int64))
+    return rg.intersect(np.stack([q0, q1, k0, k1, -wide, wide], axis=1).astype(np.int64), within)
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringspun.core import regions as rg
-from ringspun.core.mask.base import Allowed, Mask, Positions, integer, squares
+from ringspun.core.mask.base import Allowed, Mask, Positions, everything, integer, rectangles
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Chunks(Mask):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return np.asarray(q // self.size == k // self.size)
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        starts = np.arange(0, min(q_len, k_len), self.size)
-        return squares(starts, starts + self.size, q_len, k_len)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        first = max(q_start, 0) // self.size * self.size
+        starts = np.arange(first, min(q_start + q_len, k_len), self.size)
+        stops = starts + self.size
+        return rectangles(starts, stops, starts, stops, everything(q_len, k_len, q_start))

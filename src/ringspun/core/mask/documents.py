@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
 from ringspun.core.host import host_integers
-from ringspun.core.mask.base import Allowed, And, Mask, Positions, short, squares
+from ringspun.core.mask.base import Allowed, And, Mask, Positions, everything, rectangles, short
 from ringspun.errors import MaskError
 
 
@@ -139,10 +139,10 @@ class Documents(Mask):
         i = self.index(q)
         return np.asarray((i == self.index(k)) & (i >= 0))
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
-        self.check(min(q_len, k_len))
-        table = self.table()
-        return squares(table[:, 0], table[:, 1], q_len, k_len)
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
+        self.check(max(q_start + q_len, k_len))
+        start, stop = self.table().T
+        return rectangles(start, stop, start, stop, everything(q_len, k_len, q_start))
 
     def __str__(self) -> str:
         back_to_back = self.starts == tuple((np.cumsum(self.lengths) - self.lengths).tolist())

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
 from ringspun.core.host import host_integers
-from ringspun.core.mask.base import Allowed, Mask, Positions, integer, rectangles, short, squares
+from ringspun.core.mask.base import Allowed, Mask, Positions, everything, integer, rectangles, short
 from ringspun.core.mask.documents import Documents
 from ringspun.errors import MaskError
 
@@ -69,13 +69,13 @@ class Prefix(_Leading):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return self._leads(q) & self._leads(k) & self._together(q, k)
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
         if self.documents is None:
             assert isinstance(self.n, int)
-            return rg.rectangle(0, min(self.n, q_len), 0, min(self.n, k_len))
-        self.documents.check(min(q_len, k_len))
-        spans = self._spans(self.documents)
-        return squares(spans[:, 0], spans[:, 1], q_len, k_len)
+            return rg.rectangle(q_start, min(self.n, q_start + q_len), 0, min(self.n, k_len))
+        self.documents.check(max(q_start + q_len, k_len))
+        start, lead, _ = self._spans(self.documents).T
+        return rectangles(start, lead, start, lead, everything(q_len, k_len, q_start))
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Anchors(_Leading):
     def allowed(self, q: Positions, k: Positions) -> Allowed:
         return self._leads(k) & self._together(q, k)
 
-    def regions(self, q_len: int, k_len: int) -> rg.Table:
+    def regions(self, q_len: int, k_len: int, q_start: int = 0) -> rg.Table:
         if self.documents is None:
             assert isinstance(self.n, int)
-            return rg.rectangle(0, q_len, 0, min(self.n, k_len))
-        self.documents.check(min(q_len, k_len))
+            return everything(q_len, min(self.n, k_len), q_start)
+        self.documents.check(max(q_start + q_len, k_len))
         start, lead, stop = self._spans(self.documents).T
-        return rectangles(start, stop, start, lead, q_len, k_len)
+        return rectangles(start, stop, start, lead, everything(q_len, k_len, q_start))
