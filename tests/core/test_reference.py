@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from ringspun import Documents
-from ringspun.core.reference import Reference, attention, attention_with_gradients
+from ringspun.core.reference import attention, attention_with_gradients
 
 B, H, K, TQ, TK, D, DV = 2, 6, 2, 5, 7, 3, 4
 EMPTY_ROW = 2
+PLAIN = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture
@@ -47,28 +48,59 @@ def test_forward_is_the_definition(inputs, scale):
     np.testing.assert_allclose(p.sum(-1), np.broadcast_to(allowed.any(-1), (B, H, TQ)), atol=1e-15)
 
 
+def test_softcap_bias_and_sinks_are_their_definitions(inputs):
+    """The cap bends scores before the bias, the mask cuts last, a sink is one more key whose value is 0."""
+    q, k, v, allowed, *_ = inputs
+    rng = np.random.default_rng(5)
+    bias, sinks = rng.normal(size=(H, TQ, TK)), rng.normal(size=H)
+    out, lse, _ = attention(q, k, v, allowed=allowed, scale=0.9, softcap=0.7, bias=bias, sinks=sinks)
+    for b, h, i in np.ndindex(B, H, TQ):
+        g = h // (H // K)
+        seen = [j for j in range(TK) if allowed[i, j]]
+        scores = [0.7 * math.tanh(0.9 * float(q[b, h, i] @ k[b, g, j]) / 0.7) + bias[h, i, j] for j in seen]
+        total = math.exp(sinks[h]) + sum(map(math.exp, scores))
+        np.testing.assert_allclose(lse[b, h, i], math.log(total), atol=1e-14)
+        mean = sum((math.exp(s) * v[b, g, j] for s, j in zip(scores, seen, strict=True)), np.zeros(DV)) / total
+        np.testing.assert_allclose(out[b, h, i], mean, atol=1e-14)
+    assert (lse[:, :, EMPTY_ROW] == sinks).all() and (out[:, :, EMPTY_ROW] == 0).all()
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.9])
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_gradients_are_central_differences(inputs, which, scale, with_lse):
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"scale": None},
+        {"scale": 0.9},
+        {"softcap": 0.8},
+        {"sinks": 1},
+        {"bias": 1},
+        {"softcap": 2, "sinks": 1, "bias": 1},
+    ],
+    ids=str,
+)
+def test_gradients_are_central_differences(inputs, plain, with_lse):
     q, k, v, allowed, dout, dlse = inputs
+    rng = np.random.default_rng(5)
     tensors = {"q": q, "k": k, "v": v}
+    tensors |= {"sinks": rng.normal(size=H)} if "sinks" in plain else {}
+    tensors |= {"bias": rng.normal(size=(H, TQ, TK))} if "bias" in plain else {}
+    numbers = {name: plain[name] for name in ("scale", "softcap") if name in plain}
 
     def loss(**changed):
-        x = tensors | changed
-        out, lse, _ = attention(x["q"], x["k"], x["v"], allowed=allowed, scale=scale)
+        out, lse, _ = attention(**(tensors | changed), allowed=allowed, **numbers)
         seen = ~np.isneginf(lse)
         return (out * dout).sum() + ((lse[seen] * dlse[seen]).sum() if with_lse else 0)
 
-    given = attention_with_gradients(q, k, v, dout, dlse if with_lse else None, allowed=allowed, scale=scale)
-    gradient, step = getattr(given, "d" + which), 1e-5
-    assert gradient.shape == tensors[which].shape
-    for index in np.ndindex(gradient.shape):
-        moved = [tensors[which].copy(), tensors[which].copy()]
-        moved[0][index] += step
-        moved[1][index] -= step
-        slope = (loss(**{which: moved[0]}) - loss(**{which: moved[1]})) / (2 * step)
-        assert abs(slope - gradient[index]) < 2e-9, index
+    given = attention_with_gradients(dout=dout, dlse=dlse if with_lse else None, allowed=allowed, **tensors, **numbers)
+    for which, x in tensors.items():
+        gradient, step = getattr(given, "d" + which), 1e-5
+        assert gradient.shape == x.shape
+        for index in np.ndindex(gradient.shape):
+            moved = [x.copy(), x.copy()]
+            moved[0][index] += step
+            moved[1][index] -= step
+            slope = (loss(**{which: moved[0]}) - loss(**{which: moved[1]})) / (2 * step)
+            assert abs(slope - gradient[index]) < 2e-9, (which, index)
 
 
 def test_N7_a_row_without_keys_is_zero_and_minus_infinity(inputs):
@@ -90,7 +122,7 @@ def test_masks_may_differ_by_batch_row_and_head(inputs):
         one = attention_with_gradients(
             q[b : b + 1], k[b : b + 1], v[b : b + 1], dout[b : b + 1], dlse[b : b + 1], allowed=allowed[b : b + 1]
         )
-        for name in Reference.__dataclass_fields__:
+        for name in PLAIN:
             np.testing.assert_array_equal(getattr(one, name)[0], getattr(r, name)[b])
 
 
@@ -105,7 +137,7 @@ def test_large_scores_do_not_overflow():
 def test_everything_is_float64(inputs):
     q, k, v, allowed, dout, dlse = inputs
     r = attention_with_gradients(*(x.astype(np.float32) for x in (q, k, v, dout, dlse)), allowed=allowed)
-    assert {getattr(r, name).dtype for name in Reference.__dataclass_fields__} == {np.dtype(np.float64)}
+    assert {getattr(r, name).dtype for name in PLAIN} == {np.dtype(np.float64)}
 
 
 def test_no_tokens_at_all():

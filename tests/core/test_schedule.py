@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringspun import Band, Causal, Contiguous, Documents, Full, Mask, Striped, Window, Zigzag
 from ringspun.core import regions as rg
-from ringspun.core.partition import Partition
+from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring, Route
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment
 from ringspun.core.schedule import Geometry, compile_schedules, input_digest
@@ -174,10 +174,10 @@ def test_input_digest_differs_for_every_input():
         (Partition(8, 2, Zigzag()), Causal(), OtherRing(4)),
         (Partition(82, 1, Zigzag()), Causal(), Ring()),
     ]
-    digests = [input_digest(*one) for one in inputs]
+    digests = [input_digest(Sides(one[0]), *one[1:]) for one in inputs]
     assert len(set(digests)) == len(inputs)
     assert all(len(d) == 32 for d in digests)
-    assert digests == [input_digest(*one) for one in inputs]
+    assert digests == [input_digest(Sides(one[0]), *one[1:]) for one in inputs]
 
 
 def test_passes_by_step_and_moment():
@@ -217,9 +217,9 @@ class Lazy(Route):
 
 
 def test_a_route_that_forgets_a_block_is_found():
-    assert compile_schedules(Partition(8, 2, Contiguous()), Documents([4, 4]), Lazy(), (0, 1))
+    assert compile_schedules(Sides(Partition(8, 2, Contiguous())), Documents([4, 4]), Lazy(), (0, 1))
     with pytest.raises(PlanError, match=r"route must bring every needed block; got none from ring rank 0\."):
-        compile_schedules(Partition(8, 2, Contiguous()), Causal(), Lazy(), (0, 1))
+        compile_schedules(Sides(Partition(8, 2, Contiguous())), Causal(), Lazy(), (0, 1))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ringspun import Band, Causal, Striped, Window, Zigzag
 from ringspun.errors import DtypeError, NotDifferentiable, RingspunError
 from ringspun.torch import ContextParallel, Loopback, Plan
 from ringspun.torch.ops import REGISTRY, Registry, attention_op
+from ringspun.torch.plan import Options
 
 KERNELS = ("aten_cpu", "eager")
 S = 19
@@ -266,5 +267,5 @@ def test_a_plan_that_is_held_outlives_thousands_of_others():
 def test_an_unknown_handle_is_named():
     q, k, v = tensors()
     with pytest.raises(RingspunError, match="got handle -1"):
-        attention_op(q, k, v, -1, 1.0)
-    assert REGISTRY.get(make()._handle(None))
+        attention_op(q, k, v, None, None, -1, 1.0, 0.0)
+    assert REGISTRY.get(make()._handle(Options()))

@@ -158,8 +158,11 @@ def test_documents_of_partition_and_mask_must_agree():
     assert context.partition(12).plan(Causal() & docs).attention(x, x, x).shape == x.shape
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "attn_mask", "is_causal", "sinks", "window"])
+@pytest.mark.parametrize(
+    "name", ["dropout_p", "attn_mask", "is_causal", "s_aux", "window_size", "alibi_slopes", "cu_seqlens", "window"]
+)
 def test_arguments_of_other_attentions_are_refused_with_advice(name):
     plan, x = ContextParallel(Loopback(1)).plan(4, Full()), torch.ones(1, 1, 4, 2)
     with pytest.raises(TypeError, match=rf"{name} must not be given to plan.attention; "):
-        plan.attention(x, x, x, **{name: 0})
+        plan.attention(x, x, x, **{name: 0.1})
+    assert torch.equal(plan.attention(x, x, x, dropout_p=0.0, attn_mask=None), plan.attention(x, x, x))

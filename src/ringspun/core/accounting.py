@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspun.core import tiles as tl
 from ringspun.core.route.base import OWN, Action, MessageColumn, StepColumn
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format, Payload
@@ -21,7 +22,7 @@ class Account:
     """Counts of one rank, one pass.
 
     Args:
-        pairs: allowed (query, key) pairs per step, one batch row and head. flops: of the whole pass.
+        pairs: allowed pairs per step, as `Pass.pairs` counts them. flops: of the whole pass.
         messages: number sent. sent_bytes: bytes sent per peer, header included. hops: steps that send a block.
     """
 
@@ -46,10 +47,11 @@ def account(one: Pass, wire: Format, *, backward: bool) -> Account:
         peer = int(row[MessageColumn.PEER])
         sent[peer] = sent.get(peer, 0) + wire.message_bytes(Payload(row[MessageColumn.PAYLOAD]), rows)
     blocks = sends[sends[:, MessageColumn.PAYLOAD] == Payload.KV]
+    every_row = (one.tiles[:, tl.B1] < 0).all()  # else the tiles say themselves which batch rows they are for
     pairs = one.pairs
     d, dv = wire.head_size, wire.value_size
     per_pair = 2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)
-    flops = int(pairs.sum()) * per_pair * wire.batch * wire.heads
+    flops = int(pairs.sum()) * per_pair * wire.heads * (wire.batch if every_row else 1)
     return Account(pairs, flops, len(sends), sent, len(np.unique(blocks[:, MessageColumn.STEP])))
 
 
@@ -83,14 +85,13 @@ class Memory:
 
 def memory(schedule: Schedule, wire: Format) -> Memory:
     """Peak live bytes of one rank by the schedule's own slots."""
-    rows = schedule.local_tokens
-    q = wire.batch * wire.heads * rows
-    kv = wire.batch * wire.kv_heads * rows
+    q = wire.batch * wire.heads * schedule.local_tokens
+    kv = wire.batch * wire.kv_heads * int(schedule.key_tokens[schedule.ring_rank])
     widths = wire.head_size + wire.value_size
     tensors = wire.itemsize * 2 * (q * widths + kv * widths)
     accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
     slots = {Payload.KV: 0, Payload.DKV: 0}
-    largest = int(schedule.tokens.max())
+    largest = int(schedule.key_tokens.max())
     for payload in slots:
         used = schedule.backward.messages[schedule.backward.messages[:, MessageColumn.PAYLOAD] == payload]
         names = np.unique(np.where(used[:, MessageColumn.SLOT] == OWN, 0, used[:, MessageColumn.SLOT]))

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspun.core import regions as rg
 from ringspun.core.layout.base import RANK, START, STEP, STOP, Layout, Runs
-from ringspun.core.mask import Documents
+from ringspun.core.mask import Documents, Mask
 from ringspun.errors import LayoutError
 
 LONGEST = 1 << 48
@@ -23,6 +24,7 @@ class Partition:
     Args:
         seq_len: global length S (tokens, may be 0). ring_size: number of ranks R. layout: the dealing rule.
         documents: for layouts that read them, and for restarting positions.
+        start: position of the first token (queries of cross-attention or decoding; may be negative).
     Raises:
         LayoutError: sizes out of range, or a layout that loses or repeats a position.
         MaskError: documents that do not fit the sequence.
@@ -32,6 +34,7 @@ class Partition:
     ring_size: int
     layout: Layout
     documents: Documents | None = None
+    start: int = 0
 
     def __post_init__(self) -> None:
         whole = isinstance(self.seq_len, int | np.integer) and not isinstance(self.seq_len, bool)
@@ -44,7 +47,14 @@ class Partition:
         if not isinstance(self.documents, Documents | None):
             raise LayoutError(f"documents must be Documents or None; got {self.documents!r}. Write Documents(lengths).")
         if self.documents is not None:
-            self.documents.check(self.seq_len)
+            self.documents.check(self.start + self.seq_len)
+        if isinstance(self.start, bool) or not isinstance(self.start, int | np.integer) or abs(self.start) > LONGEST:
+            raise LayoutError(f"start must be an integer within +-2**48; got {self.start!r}.")
+        if self.start and self.documents is not None and self.layout.reads_documents:
+            raise LayoutError(
+                f"{self.layout} must deal a sequence from its beginning; got one that starts at {self.start}. "
+                "Use a layout that reads no documents."
+            )
         _check_runs(self.layout, self.runs, self.seq_len, self.ring_size)
 
     @cached_property
@@ -79,16 +89,20 @@ class Partition:
 
     def positions(self, ring_rank: int) -> NDArray[np.int64]:
         """Global positions that `ring_rank` holds, in local order ``[T]``."""
+        return self.start + self.indices(ring_rank)
+
+    def indices(self, ring_rank: int) -> NDArray[np.int64]:
+        """Which of the S tokens `ring_rank` holds, in local order ``[T]``: positions counted from `start`."""
         rows = self.runs[self.runs[:, RANK] == ring_rank]
         parts = [np.arange(start, stop, step) for _, start, stop, step in rows]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def order(self) -> NDArray[np.int64]:
-        """Global positions of all ranks' rows joined in rank order ``[S]``: the permutation that sharding applies."""
-        return np.concatenate([self.positions(r) for r in range(self.ring_size)])
+        """Indices of all ranks' rows joined in rank order ``[S]``: the permutation that sharding applies."""
+        return np.concatenate([self.indices(r) for r in range(self.ring_size)])
 
     def inverse(self) -> NDArray[np.int64]:
-        """The permutation that undoes `order`: ``joined[inverse]`` is in global order."""
+        """The permutation that undoes `order`: ``joined[inverse]`` is in the sequence's order."""
         inverse = np.empty(self.seq_len, np.int64)
         inverse[self.order()] = np.arange(self.seq_len)
         return inverse
@@ -112,3 +126,39 @@ def _check_runs(layout: Layout, runs: Runs, seq_len: int, ring_size: int) -> Non
         exact = bool((seen == 1).all())
     if not exact:
         raise LayoutError(f"{layout} must deal every one of {seq_len} tokens exactly once.")
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two partitions of one attention: whose queries meet whose keys.
+
+    Args:
+        queries: the queries; their `start` says where they stand among the keys. keys: default: the same tokens
+            (self-attention).
+    Raises:
+        LayoutError: rings of different sizes, or keys that do not start at 0.
+    """
+
+    queries: Partition
+    keys: Partition
+
+    def __init__(self, queries: Partition, keys: Partition | None = None) -> None:
+        object.__setattr__(self, "queries", queries)
+        object.__setattr__(self, "keys", queries if keys is None else keys)
+        if self.keys.ring_size != queries.ring_size:
+            raise LayoutError(
+                f"keys must be dealt to the queries' ring of {queries.ring_size}; got one of {self.keys.ring_size}."
+            )
+        if self.keys.start:
+            raise LayoutError(f"keys must start at position 0; got {self.keys.start}. Give query_start to the queries.")
+
+    @property
+    def same(self) -> bool:
+        """Whether queries and keys are the same tokens (self-attention)."""
+        return self.queries == self.keys
+
+    def regions(self, mask: Mask) -> rg.Table:
+        """Pairs that `mask` allows, queries counted from their start (`Partition.indices`)."""
+        shift = self.queries.start
+        table = mask.regions(int(self.queries.seq_len), int(self.keys.seq_len), shift)
+        return table - np.array([shift, shift, 0, 0, shift, shift], np.int64)

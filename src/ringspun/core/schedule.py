@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.layout.base import Layout
-from ringspun.core.mask import Documents, Mask
-from ringspun.core.partition import Partition
+from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
+from ringspun.core.partition import Partition, Sides
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment, Route, StepColumn
 from ringspun.errors import PlanError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +60,8 @@ class Pass:
 
     @property
     def pairs(self) -> NDArray[np.int64]:
-        """Allowed pairs per step (one batch row and head)."""
-        counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles)))
+        """Allowed pairs per step and head: of one batch row; of all rows together where each has its own mask."""
+        counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles) * tl.rows(self.tiles)))
         return np.diff(counts[self.tile_offsets])
 
     def _arrays(self) -> tuple[NDArray[np.int64], ...]:
@@ -72,15 +73,17 @@ class Schedule:
     """What one rank does in one attention call.
 
     Args:
-        ring_rank, ring_size: this rank's place. tokens: local query rows of every rank ``[R]``.
-        mask: what is computed. inputs: digest of all that the schedule was made from; equal on all ranks of a ring.
+        ring_rank, ring_size: this rank's place. tokens, key_tokens: query rows and key rows of every rank ``[R]``.
+        mask: what is computed, in every batch row or per row.
+        inputs: digest of all that the schedule was made from; equal on all ranks of a ring.
         forward, backward: the passes.
     """
 
     ring_rank: int
     ring_size: int
     tokens: NDArray[np.int64]
-    mask: Mask
+    key_tokens: NDArray[np.int64]
+    mask: Mask | RowMasks
     inputs: bytes
     forward: Pass
     backward: Pass
@@ -94,7 +97,7 @@ class Schedule:
     def digest(self) -> bytes:
         """32 bytes that stand for the whole schedule."""
         h = hashlib.blake2b(self.inputs, digest_size=32)
-        h.update(np.array([self.ring_rank, self.ring_size, *self.tokens], np.int64).tobytes())
+        h.update(np.array([self.ring_rank, self.ring_size, *self.tokens, *self.key_tokens], np.int64).tobytes())
         for array in (*self.forward._arrays(), *self.backward._arrays()):
             h.update(np.array(array.shape, np.int64).tobytes())
             h.update(np.ascontiguousarray(array).tobytes())
@@ -125,29 +128,88 @@ class Geometry:
     layout: Layout
     route: Route
 
-    def partition(self, seq_len: int, documents: Documents | None = None) -> Partition:
+    def partition(
+        self, seq_len: int, documents: Documents | None = None, *, layout: Layout | None = None, start: int = 0
+    ) -> Partition:
         """Who holds which of `seq_len` tokens."""
-        return Partition(seq_len, self.ring_size, self.layout, documents)
+        return Partition(seq_len, self.ring_size, self.layout if layout is None else layout, documents, start)
 
-    def schedule(self, mask: Mask, seq_len: int, documents: Documents | None = None) -> tuple[Schedule, ...]:
-        """The schedules of `ring_ranks`; no communication, no framework.
+    def sides(
+        self,
+        seq_len: int,
+        documents: Documents | None = None,
+        *,
+        key_len: int | None = None,
+        key_layout: Layout | None = None,
+        query_start: int = 0,
+    ) -> Sides:
+        """Queries and keys, see `ringspun.torch.ContextParallel.plan`.
+
+        Raises:
+            PlanError: a `query_start` without `key_len`.
+        """
+        if key_len is None and key_layout is None:
+            if query_start:
+                raise PlanError(
+                    f"query_start must come with key_len; got query_start={query_start} alone. Queries and keys of one "
+                    "length that start together need neither."
+                )
+            return Sides(self.partition(seq_len, documents))
+        keys = self.partition(seq_len if key_len is None else key_len, layout=key_layout)
+        return Sides(self.partition(seq_len, documents, start=query_start), keys)
+
+    def schedule(
+        self,
+        mask: Mask | Sequence[Mask],
+        seq_len: int,
+        documents: Documents | None = None,
+        *,
+        key_len: int | None = None,
+        key_layout: Layout | None = None,
+        query_start: int = 0,
+    ) -> tuple[Schedule, ...]:
+        """The schedules of `ring_ranks`; no communication, no framework. Arguments: those of a plan.
 
         Raises:
             PlanError, LayoutError, MaskError: a mask, layout and length that do not go together.
         """
-        return compile_schedules(self.partition(seq_len, documents), mask, self.route, self.ring_ranks)
+        sides = self.sides(seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start)
+        return compile_schedules(sides, mask_of(mask), self.route, self.ring_ranks)
 
 
-def input_digest(partition: Partition, mask: Mask, route: Route) -> bytes:
+def mask_of(value: Any) -> Mask | RowMasks:
+    """A mask as it is, a sequence of masks as one per batch row.
+
+    Raises:
+        PlanError: neither.
+    """
+    if isinstance(value, Mask | RowMasks):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(m, Mask) for m in value):
+        return RowMasks(tuple(value))
+    raise PlanError(
+        f"mask must be a ringspun mask; got {_brief(value)}. Combine Causal(), Window(...), ... with & and |; "
+        "a list of masks gives one to each batch row."
+    )
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    kind = f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else repr(value)
+    return kind if len(kind) <= 120 else kind[:120] + "..."
+
+
+def input_digest(sides: Sides, mask: Mask | RowMasks, route: Route) -> bytes:
     """32 bytes that stand for what a schedule is made from; what the ranks of a ring compare."""
     text = "\n".join(
         str(part)
         for part in (
             FORMAT_VERSION,
-            partition.seq_len,
-            partition.ring_size,
-            partition.layout,
-            partition.documents,
+            *(
+                getattr(side, name)
+                for side in (sides.queries, sides.keys)
+                for name in ("seq_len", "ring_size", "layout", "documents", "start")
+            ),
             mask,
             route,
         )
@@ -156,35 +218,70 @@ def input_digest(partition: Partition, mask: Mask, route: Route) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _regions(mask: Mask, seq_len: int) -> rg.Table:
-    table = mask.regions(seq_len, seq_len)
+def _regions(mask: Mask, sides: Sides) -> rg.Table:
+    table = sides.regions(mask)
     table.setflags(write=False)
     return table
 
 
 def compile_schedules(
-    partition: Partition, mask: Mask, route: Route, ring_ranks: Sequence[int]
+    sides: Sides, mask: Mask | RowMasks, route: Route, ring_ranks: Sequence[int]
 ) -> tuple[Schedule, ...]:
     """The schedules of `ring_ranks`: regions, then tiles per rank, then the route's messages.
 
     Raises:
-        PlanError: runs that meet without a common step, or a `mask` that is no mask.
+        PlanError: runs that meet without a common step, a `mask` that is none, or a layout that reads documents under
+            masks whose documents differ from row to row.
     """
-    if not isinstance(mask, Mask):
-        raise PlanError(f"mask must be a ringspun mask; got {mask!r}. Combine Causal(), Window(...), ... with & and |.")
-    regions = _regions(mask, partition.seq_len)
-    bound = route.bind(tl.meetings(partition, partition, regions), partition.tokens)
-    inputs = input_digest(partition, mask, route)
-    return tuple(_compile_one(partition, mask, regions, bound, rank, inputs) for rank in ring_ranks)
+    mask = mask_of(mask)
+    _check_rows(sides, mask)
+    regions = [(_regions(one, sides), rows) for one, rows in _distinct(mask)]
+    needs = np.concatenate([tl.meetings(sides.queries, sides.keys, table) for table, _ in regions])
+    bound = route.bind(needs, sides.keys.tokens)
+    inputs = input_digest(sides, mask, route)
+    return tuple(_compile_one(sides, mask, regions, bound, rank, inputs) for rank in ring_ranks)
+
+
+BatchRows = list[tuple[int, int]]
+ALL_ROWS: BatchRows = [(0, -1)]
+
+
+def _distinct(mask: Mask | RowMasks) -> list[tuple[Mask, BatchRows]]:
+    """Each different mask with the ranges of batch rows that it holds for."""
+    return mask.distinct() if isinstance(mask, RowMasks) else [(mask, ALL_ROWS)]
+
+
+def _check_rows(sides: Sides, mask: Mask | RowMasks) -> None:
+    if not isinstance(mask, RowMasks):
+        return
+    for side in (sides.queries, sides.keys):
+        if side.layout.reads_documents and len({documents_of(m) for m in mask.masks}) > 1:
+            raise PlanError(
+                f"batch rows must have the same documents under {side.layout}, which deals tokens by them; they "
+                "differ. Use Zigzag(), Contiguous() or Striped()."
+            )
 
 
 def _compile_one(
-    partition: Partition, mask: Mask, regions: rg.Table, route: BoundRoute, ring_rank: int, inputs: bytes
+    sides: Sides,
+    mask: Mask | RowMasks,
+    regions: Sequence[tuple[rg.Table, BatchRows]],
+    route: BoundRoute,
+    ring_rank: int,
+    inputs: bytes,
 ) -> Schedule:
-    table, source = tl.build(partition, partition, regions, ring_rank)
-    forward = _attach(route.forward(ring_rank), table, source)
-    backward = _attach(route.backward(ring_rank), table, source)
-    return Schedule(ring_rank, partition.ring_size, partition.tokens, mask, inputs, forward, backward)
+    tables, sources = [], []
+    for table, batch_rows in regions:
+        tiles, source = tl.build(sides.queries, sides.keys, table, ring_rank)
+        for b0, b1 in batch_rows:
+            tables.append(tiles.copy())
+            tables[-1][:, tl.B0], tables[-1][:, tl.B1] = b0, b1
+            sources.append(source)
+    together, source = np.concatenate(tables), np.concatenate(sources)
+    forward = _attach(route.forward(ring_rank), together, source)
+    backward = _attach(route.backward(ring_rank), together, source)
+    size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
+    return Schedule(ring_rank, size, queries, keys, mask, inputs, forward, backward)
 
 
 def _attach(legs: Legs, tiles: tl.Tiles, source: NDArray[np.int64]) -> Pass:

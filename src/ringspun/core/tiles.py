@@ -35,6 +35,11 @@ def count_pairs(tiles: Tiles) -> NDArray[np.int64]:
     return rg.count(tiles[:, REGION])
 
 
+def rows(tiles: Tiles) -> NDArray[np.int64]:
+    """Batch rows of each tile; 1 for a tile that stands for every row."""
+    return np.where(tiles[:, B1] < 0, 1, tiles[:, B1] - tiles[:, B0])
+
+
 def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
     """All tiles of one rank against every rank's keys, coalesced: ``(tiles [n, 8], source rank of each [n])``.
 

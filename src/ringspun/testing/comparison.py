@@ -9,13 +9,15 @@ import numpy as np
 from ringspun.core.reference import Reference
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+SHARED = ("dsinks", "dbias")
+"""Gradients of what all ranks hold; of calls that have such inputs."""
 FLOAT64_BAR = 1e-12
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Error of each tensor of `TENSORS` against the oracle.
+    """Error of each tensor of `TENSORS`, and of `SHARED` where there are any, against the oracle.
 
     Args:
         worst: ``max|x - ref| / max(1, max|ref|)``. square: sum of squared errors. count: entries.
@@ -29,7 +31,7 @@ class Errors:
 def errors(found: dict[str, np.ndarray], ref: Reference) -> Errors:
     """Compare float64 copies of a result's tensors with the oracle; NaN, or -inf in a wrong place, counts as inf."""
     worst, square, count = {}, {}, {}
-    for name in TENSORS:
+    for name in (*TENSORS, *(n for n in SHARED if getattr(ref, n) is not None)):
         x, y = found[name], getattr(ref, name)
         empty = np.isneginf(y)
         wrong = x.shape != y.shape or np.isnan(x).any() or not np.array_equal(np.isinf(x), empty)
@@ -61,8 +63,8 @@ def judge(
     it from 8 ranks on.
     """
     if dtype == "float64":
-        bars = dict.fromkeys(TENSORS, FLOAT64_BAR)
-        return all(e.worst[n] <= bars[n] for e in found for n in TENSORS), bars
+        bars = dict.fromkeys((*TENSORS, *SHARED), FLOAT64_BAR)
+        return all(error <= bars[n] for e in found for n, error in e.worst.items()), bars
     if dtype == "float32":
         bars = {n: 2 * max(e.worst[n] for e in dense) + 16 * FLOAT32_EPS for n in TENSORS}
         return all(e.worst[n] <= bars[n] for e in found for n in TENSORS), bars

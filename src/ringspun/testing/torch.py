@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspun.testing.cases import Case, Inputs
+from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions
 from ringspun.testing.comparison import TENSORS
 from ringspun.torch import ContextParallel, Loopback
+from ringspun.torch.bias import Alibi, Bias, RelativeTable
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -20,30 +21,59 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def rounded(case: Case, given: Inputs) -> Inputs:
     """`given` as the case's dtype holds it, so that the rounding of inputs is no error of attention."""
     dtype = getattr(torch, case.dtype)
-    q, k, v, dout = (torch.from_numpy(getattr(given, n)).to(dtype).double().numpy() for n in ("q", "k", "v", "dout"))
-    return replace(given, q=q, k=k, v=v, dout=dout)
+    changed = {
+        name: torch.from_numpy(x).to(dtype).double().numpy()
+        for name in ("q", "k", "v", "dout", "sinks", "bias")
+        if (x := getattr(given, name)) is not None
+    }
+    return replace(given, **changed)
 
 
 def run_ring(
     case: Case, given: Inputs, context: ContextParallel | None = None, *, kernel: str | None = None
 ) -> dict[str, np.ndarray]:
-    """A case on a ring, forward and backward, gathered in global order: float64 copies of out, lse, dq, dk, dv.
+    """A case on a ring, forward and backward, gathered in global order: float64 copies of out, lse, dq, dk, dv, and
+    where the case has such inputs of dsinks, dbias.
 
     Args:
         context: the ring; default a `Loopback` of the case's size. Gradients are summed over a ring of processes.
     """
     context = context or ContextParallel(Loopback(case.ranks, seed=case.seed), layout=case.layout)
-    plan = context.plan(case.seq_len, case.mask)
-    part, dtype = plan.partition, getattr(torch, case.dtype)
-    q, k, v = (part.shard(torch.from_numpy(x).to(dtype), dim=2).requires_grad_() for x in (given.q, given.k, given.v))
-    out, lse = plan.attention(q, k, v, return_lse=True, kernel=kernel)
-    dout = part.shard(torch.from_numpy(given.dout).to(dtype), dim=2)
-    dlse = part.shard(torch.from_numpy(given.dlse).to(lse.dtype), dim=2)
+    plan = context.plan(
+        case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
+    )
+    queries, keys, dtype = plan.queries, plan.keys, getattr(torch, case.dtype)
+    q, k, v = (
+        side.shard(torch.from_numpy(x).to(dtype), dim=2).requires_grad_()
+        for side, x in ((queries, given.q), (keys, given.k), (keys, given.v))
+    )
+    shared = {
+        name: torch.from_numpy(x).to(dtype).requires_grad_()
+        for name, x in (("sinks", given.sinks), ("bias", given.bias))
+        if x is not None
+    }
+    asked = case.arguments
+    out, lse = plan.attention(
+        q, k, v, scale=asked.scale, softcap=asked.softcap, sinks=shared.get("sinks"),
+        bias=_bias(asked.bias, shared.get("bias")), return_lse=True, kernel=kernel,
+    )  # fmt: skip
+    dout = queries.shard(torch.from_numpy(given.dout).to(dtype), dim=2)
+    dlse = queries.shard(torch.from_numpy(given.dlse).to(lse.dtype), dim=2)
     # bfloat16 tests the usual call, in which nobody uses lse: the extra column that carries dlse would be rounded
     ends, grads = ((out,), (dout,)) if case.dtype == "bfloat16" else ((out, lse), (dout, dlse))
-    dq, dk, dv = torch.autograd.grad(ends, (q, k, v), grads)
-    parts = dict(zip(TENSORS, (out, lse, dq, dk, dv), strict=True))
-    return {name: _numpy(part.gather(x.detach(), dim=2)) for name, x in parts.items()}
+    dq, dk, dv, *shares = torch.autograd.grad(ends, (q, k, v, *shared.values()), grads)
+    by_query = {name: _numpy(queries.gather(x.detach(), dim=2)) for name, x in (("out", out), ("lse", lse), ("dq", dq))}
+    by_key = {name: _numpy(keys.gather(x, dim=2)) for name, x in (("dk", dk), ("dv", dv))}
+    sums = {f"d{name}": _numpy(context.driver.all_reduce(x)) for name, x in zip(shared, shares, strict=True)}
+    return by_query | by_key | sums
+
+
+def _bias(kind: str, values: Tensor | None) -> Bias | None:
+    if kind == "function":
+        return bias_of_positions
+    if values is None:
+        return None
+    return Alibi(values) if kind == "alibi" else RelativeTable(values, BUCKETS)
 
 
 def run_dense(case: Case, given: Inputs) -> dict[str, np.ndarray]:
@@ -51,7 +81,7 @@ def run_dense(case: Case, given: Inputs) -> dict[str, np.ndarray]:
     dtype = getattr(torch, case.dtype)
     size = max(case.shape.head_size, case.shape.value_size) + (case.dtype != "bfloat16")
     scale = case.shape.head_size**-0.5
-    allowed = torch.from_numpy(case.mask.as_array(case.seq_len))
+    allowed = torch.from_numpy(case.allowed)
     bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -torch.inf)
     seen = allowed.any(-1)
     bias[~seen] = 0.0  # rows without keys are cut out by hand: ops differ on them

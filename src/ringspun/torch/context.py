@@ -19,9 +19,10 @@ import torch.utils.data
 
 from ringspun.core import partition as core_partition
 from ringspun.core.layout import Layout, Zigzag
-from ringspun.core.mask import Documents, Mask, documents_of
+from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
+from ringspun.core.partition import Sides
 from ringspun.core.route import Ring, Route
-from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest
+from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.errors import PlanError, RingspunWarning
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
@@ -97,47 +98,60 @@ class ContextParallel:
         """
         return Partition(self, self.geometry.partition(seq_len, documents))
 
-    def plan(self, seq_len: int, mask: Mask, *, documents: Documents | None = None) -> Plan:
+    def plan(
+        self,
+        seq_len: int,
+        mask: Mask | Sequence[Mask],
+        *,
+        documents: Documents | None = None,
+        key_len: int | None = None,
+        key_layout: Layout | None = None,
+        query_start: int = 0,
+    ) -> Plan:
         """Partition and plan in one. Collective: every rank of the ring must call it, with equal arguments.
 
         Args:
-            seq_len: global length S (tokens). mask: what may be seen.
+            seq_len: global length S of the queries (tokens). mask: what may be seen; a list: one mask per batch row.
             documents: of the partition; default: those of the mask, where it is ``... & Documents(...)``.
+            key_len: global length of the keys (tokens), where they are others than the queries' (cross-attention).
+            key_layout: the rule that deals the keys; default: that of the ring.
+            query_start: position of the first query among the keys (a decoder's last 5 of 100: 95); may be negative.
+                Masks compare positions, so it decides what `Causal()` shows; shapes decide nothing.
         Raises:
             PlanMismatchError: the ranks' arguments differ. PeerError: another rank's own plan failed, or it is late.
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            if documents is None and isinstance(mask, Mask):
-                documents = next(iter(documents_of(mask)), None)
-            part = self.partition(seq_len, documents=documents)
+            documents = _documents_of(mask) if documents is None else documents
+            sides = self.geometry.sides(
+                seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
+            )
         except Exception as failure:
             self._agree_on_plan(bytes(32), {}, failure)
             raise
-        return part.plan(mask)
+        return self._plan(sides, mask)
 
-    def _plan(self, part: core_partition.Partition, what: Mask | Schedule | Sequence[Schedule]) -> Plan:
-        """A plan for a partition, from the cache where there is one; collective every time, cached or not."""
+    def _plan(self, sides: Sides, what: Mask | Sequence[Mask] | Schedule | Sequence[Schedule]) -> Plan:
+        """A plan for two sides, from the cache where there is one; collective every time, cached or not."""
         if torch.utils.data.get_worker_info() is not None:  # a forked worker would talk over its parent's connections
             raise PlanError(
                 "plan must be made in the main process; this is a loader's worker. "
                 "Call context.geometry.schedule(mask, seq_len) here, and give its result to partition.plan there."
             )
-        what = tuple(what) if isinstance(what, list) else what  # loaders turn tuples into lists
+        made = _schedules(what)
         failure: Exception | None = None
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
-            mask = what if isinstance(what, Mask) else _mask_of(what)
-            _check_documents(part, mask)
-            digest = input_digest(part, mask, self.geometry.route)
-            key = digest if isinstance(what, Mask) else _key_of(what)
+            mask = mask_of(made[0].mask if made else what)
+            _check_documents(sides.queries, mask)
+            digest = input_digest(sides, mask, self.geometry.route)
+            key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
-            if plan is None or plan.mask != mask:  # two classes of masks may write themselves alike
-                plan = self._compile(part, mask, what, digest)
+            if plan is None or plan._mask != mask:  # two classes of masks may write themselves alike
+                plan = self._compile(sides, mask, made, digest)
         except Exception as problem:
             failure = problem
-        fields = {"seq_len": part.seq_len, "mask": mask, "layout": part.layout, "documents": part.documents}
-        self._agree_on_plan(digest, {k: _shown(v) for k, v in fields.items()}, failure)
+        self._agree_on_plan(digest, _fields(sides, mask), failure)
         assert plan is not None
         self._plans[key] = plan
         self._plans.move_to_end(key)
@@ -145,10 +159,10 @@ class ContextParallel:
             self._plans.popitem(last=False)
         return plan
 
-    def _compile(self, part: core_partition.Partition, mask: Mask, what: Any, inputs: bytes) -> Plan:
+    def _compile(self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes) -> Plan:
         route, ranks = self.geometry.route, self.geometry.ring_ranks
-        made = compile_schedules(part, mask, route, ranks) if what is mask else check_schedules(what, ranks, inputs)
-        return Plan(self, part, mask, made)
+        schedules = check_schedules(made, ranks, inputs) if made else compile_schedules(sides, mask, route, ranks)
+        return Plan(self, sides, mask, schedules)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         number = self.number
@@ -184,15 +198,23 @@ def _driver(group: Any, timeout_s: float) -> Driver:
     return Gloo(group, timeout_s=timeout_s)
 
 
-def _check_documents(part: core_partition.Partition, mask: Mask) -> None:
+def _documents_of(mask: Any) -> Documents | None:
+    """The documents of a mask, or of several, where they are the same in all."""
+    masks = mask if isinstance(mask, list | tuple) else (mask,)
+    found = {documents_of(one)[:1] for one in masks if isinstance(one, Mask)}
+    return next(iter(found.pop()), None) if len(found) == 1 else None
+
+
+def _check_documents(part: core_partition.Partition, mask: Mask | RowMasks) -> None:
     """Documents cut labels and restart positions in a partition, and separate attention in a mask: they must agree."""
-    found = documents_of(mask)
-    if part.documents is None or part.documents in found:
+    found = [documents_of(one) for one in (mask.masks if isinstance(mask, RowMasks) else (mask,))]
+    if part.documents is None or all(part.documents in row for row in found):
         return
-    if found:
+    if any(found):
+        other = next(iter(next(row for row in found if part.documents not in row)), None)
         raise PlanError(
             f"documents must be the same in the partition and in the mask; the partition has {_shown(part.documents)}, "
-            f"the mask {_shown(found[0])}. Write context.partition(S, documents=docs).plan(Causal() & docs)."
+            f"the mask {_shown(other)}. Write context.partition(S, documents=docs).plan(Causal() & docs)."
         )
     warnings.warn(
         "the partition has documents that the mask does not separate: positions restart and labels are cut, but "
@@ -202,17 +224,19 @@ def _check_documents(part: core_partition.Partition, mask: Mask) -> None:
     )
 
 
-def _mask_of(what: Any) -> Mask:
-    """The mask that schedules were made from."""
-    first = what[0] if isinstance(what, tuple) and what else what
-    if isinstance(first, Schedule):
-        return first.mask
-    raise PlanError(f"mask must be a ringspun mask; got {what!r}. Combine Causal(), Window(...), ... with & and |.")
+def _schedules(what: Any) -> tuple[Schedule, ...]:
+    """`what` as schedules made elsewhere (loaders turn tuples into lists), or none where it is a mask."""
+    many = tuple(what) if isinstance(what, list | tuple) else (what,)
+    return many if many and all(isinstance(s, Schedule) for s in many) else ()
 
 
-def _key_of(schedules: Schedule | Sequence[Schedule]) -> bytes:
-    """What a plan of these very schedules is kept under: not their inputs alone, for somebody may have edited them."""
-    return b"".join(s.digest for s in ((schedules,) if isinstance(schedules, Schedule) else schedules))
+def _fields(sides: Sides, mask: Mask | RowMasks | None) -> dict[str, str]:
+    """What a disagreement is explained by."""
+    queries, keys = sides.queries, sides.keys
+    fields = {"seq_len": queries.seq_len, "mask": mask, "layout": queries.layout, "documents": queries.documents}
+    if not sides.same:
+        fields |= {"key_len": keys.seq_len, "key_layout": keys.layout, "query_start": queries.start}
+    return {name: _shown(value) for name, value in fields.items()}
 
 
 def _shown(value: Any, limit: int = 120) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringspun.errors import NotDifferentiable, RingspunError
-from ringspun.torch.kernels.base import accumulator_dtype
+from ringspun.torch.kernels.base import Terms, accumulator_dtype
 
 KEPT_PER_CONTEXT = 1024
 KEPT_CONTEXTS = 64
@@ -25,21 +25,22 @@ KEPT_CONTEXTS = 64
 class Executable(Protocol):
     """What a handle stands for: a plan with the options of a call fixed."""
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, int]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, int]:
         """``(out, lse)`` of the rows that this process holds, and the number of the call."""
 
     def run_backward(
-        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, call: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)``; `call` is the number of the forward call."""
+        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, call: int
+    ) -> tuple[Tensor, ...]:
+        """``(dq, dk, dv, dsinks, dbias)``, the last two this process's shares and in the accumulators' dtype (empty
+        where there is no such input); `call` is the number of the forward call."""
 
 
 class Grads(NamedTuple):
-    """Incoming gradients of out and lse, and which of q, k and v need theirs."""
+    """Incoming gradients of out and lse, and which of q, k, v, sinks and bias need theirs."""
 
     dout: Tensor
     dlse: Tensor | None
-    needs: tuple[bool, bool, bool]
+    needs: tuple[bool, ...]
 
 
 class Registry:
@@ -95,14 +96,32 @@ REGISTRY = Registry()
 
 
 @torch.library.custom_op("ringspun::attention", mutates_args=())
-def attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    handle: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Ring attention of one plan: ``(out, lse, call)``; `call`, the call's number, ties its backward to it."""
-    out, lse, call = REGISTRY.get(handle).run_forward(q, k, v, scale)
+    out, lse, call = REGISTRY.get(handle).run_forward(q, k, v, Terms(scale, softcap, sinks, bias))
     return out, lse, torch.tensor(call)
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    handle: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
@@ -115,47 +134,52 @@ def attention_backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     call: Tensor,
     handle: int,
     scale: float,
-    needs_q: bool,
-    needs_k: bool,
-    needs_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention_op`; those not needed come back empty, because an op cannot return None."""
-    needs = (needs_q, needs_k, needs_v)
-    given = Grads(dout, dlse, needs)
-    grads = REGISTRY.get(handle).run_backward(given, q, k, v, out, lse, scale, int(call))
-    dq, dk, dv = (g if need else x.new_empty(0) for g, need, x in zip(grads, needs, (q, k, v), strict=True))
-    return dq, dk, dv
+    softcap: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attention_op` by q, k, v, sinks and bias; those not needed come back empty, because an op cannot
+    return None."""
+    inputs = (q, k, v, sinks, bias)
+    given, terms = Grads(dout, dlse, tuple(needs)), Terms(scale, softcap, sinks, bias)
+    grads = REGISTRY.get(handle).run_backward(given, q, k, v, terms, out, lse, int(call))
+    dq, dk, dv, dsinks, dbias = (
+        g.to(x.dtype) if need and x is not None else q.new_empty(0)
+        for g, need, x in zip(grads, needs, inputs, strict=True)
+    )
+    return dq, dk, dv, dsinks, dbias
 
 
 @attention_backward_op.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Tensor,
-    handle: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need else x.new_empty(0)
-        for x, need in ((q, needs_q), (k, needs_k), (v, needs_v))
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None,
+    out: Tensor, lse: Tensor, call: Tensor, handle: int, scale: float, softcap: float, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, dsinks, dbias = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else q.new_empty(0)
+        for x, need in zip((q, k, v, sinks, bias), needs, strict=True)
     )
-    return dq, dk, dv
+    return dq, dk, dv, dsinks, dbias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, ctx.handle, ctx.scale = inputs
+    *tensors, ctx.handle, ctx.scale, ctx.softcap = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, call = ctx.saved_tensors
+    *tensors, out, lse, call = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    needs = ctx.needs_input_grad[:3]
-    grads = attention_backward_op(dout, dlse, q, k, v, out, lse, call, ctx.handle, ctx.scale, *needs)
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+    needs = list(ctx.needs_input_grad[:5])
+    grads = attention_backward_op(dout, dlse, *tensors, out, lse, call, ctx.handle, ctx.scale, ctx.softcap, needs)
+    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None)
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> None:

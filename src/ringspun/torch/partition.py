@@ -90,14 +90,18 @@ class Partition:
         """
         return sharding.shard_batch(self.core, self.context.driver.ring_ranks, batch)
 
-    def plan(self, mask: Mask | Schedule | Sequence[Schedule]) -> Plan:
+    def plan(
+        self, mask: Mask | Sequence[Mask] | Schedule | Sequence[Schedule], *, keys: Partition | None = None
+    ) -> Plan:
         """What to compute over this partition. Collective: every rank must call it, with equal arguments.
 
         Args:
-            mask: a mask, or what `ContextParallel.geometry.schedule` made of one (in a loader's worker, say).
+            mask: a mask; a list of masks, one per batch row; or what `ContextParallel.geometry.schedule` made of one
+                (in a loader's worker, say).
+            keys: who holds which key, where the queries (this partition) are other tokens.
         Raises: as `ContextParallel.plan`.
         """
-        return self.context._plan(self.core, mask)
+        return self.context._plan(core_partition.Sides(self.core, None if keys is None else keys.core), mask)
 
     def __repr__(self) -> str:
         return f"Partition(seq_len={self.seq_len}, tokens={self.core.tokens.tolist()}, layout={self.core.layout})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
@@ -13,15 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ringspun.core import partition as core_partition
-from ringspun.core.mask import Mask
+from ringspun.core.mask import Mask, RowMasks
+from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs, ring, sharding
+from ringspun.torch.bias import Bias, RankBias, Rule
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.kernels import Call, Kernel, choose
-from ringspun.torch.kernels.base import Rows, Saved, StepTiles, accumulator_dtype
+from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.ops import REGISTRY, Grads, attention_op
 from ringspun.torch.partition import Partition
 
@@ -39,82 +41,115 @@ class Plan:
     def __init__(
         self,
         context: ContextParallel,
-        part: core_partition.Partition,
-        mask: Mask,
+        sides: Sides,
+        mask: Mask | RowMasks,
         schedules: tuple[Schedule, ...],
     ) -> None:
-        self._context, self._core, self.mask, self.schedules = context, part, mask, schedules
-        self._rows = part.rows_of(context.driver.ring_ranks)  # an int: traced calls guard on it
+        self._context, self._sides, self._mask, self.schedules = context, sides, mask, schedules
+        here = context.driver.ring_ranks
+        self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
         self._agreed: dict[str, str] = {}
-        self._handles: dict[str | Kernel | None, tuple[int, _Executable]] = {}
+        self._handles: OrderedDict[Options, tuple[int, _Executable]] = OrderedDict()
         number = context.number.to_bytes(8, "little")
         self._id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
-        self._handle(None)  # here, not in a traced call, whose change to the registry would come after its op runs
+        self._handle(Options())  # here, not in a traced call, whose change to the registry would come after its op runs
+
+    @property
+    def mask(self) -> Mask | tuple[Mask, ...]:
+        """What may be seen; one mask per batch row where the plan was made with several."""
+        return self._mask.masks if isinstance(self._mask, RowMasks) else self._mask
+
+    @property
+    def queries(self) -> Partition:
+        """Who holds which query."""
+        return Partition(self._context, self._sides.queries)
+
+    @property
+    def keys(self) -> Partition:
+        """Who holds which key and value; the same as `queries` but for cross-attention."""
+        return Partition(self._context, self._sides.keys)
 
     @property
     def partition(self) -> Partition:
-        """Who holds which token."""
-        return Partition(self._context, self._core)
+        """Who holds which token: `queries`."""
+        return self.queries
 
     @property
     def schedule(self) -> Schedule:
         """This rank's schedule (a loopback's first; see `schedules`)."""
         return self.schedules[0]
 
-    def with_mask(self, mask: Mask) -> Plan:
+    def with_mask(self, mask: Mask | Sequence[Mask]) -> Plan:
         """Another mask over the same partition (a model with several attention patterns). Collective, like `plan`."""
-        return self.partition.plan(mask)
+        return self._context._plan(self._sides, mask)
 
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None,
-        return_lse: Literal[False] = False, kernel: str | Kernel | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None, bias: Bias | None = None, return_lse: Literal[False] = False,
+        kernel: str | Kernel | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None,
-        return_lse: Literal[True], kernel: str | Kernel | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None, bias: Bias | None = None, return_lse: Literal[True],
+        kernel: str | Kernel | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def attention(
         self,
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B K T D"],
-        v: Float[Tensor, "B K T Dv"],
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B K Tk D"],
+        v: Float[Tensor, "B K Tk Dv"],
         *,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Float[Tensor, " H"] | None = None,
+        bias: Bias | None = None,
         return_lse: bool = False,
         kernel: str | Kernel | None = None,
         **refused: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the whole sequence's keys, exact. Differentiable.
 
+            score = bound(scale * q . k) + bias,  bound(x) = softcap * tanh(x / softcap);  what the mask hides: -inf
+            out   = sum(exp(score) v) / (exp(sink) + sum(exp(score))),  lse = log of that denominator
+
         Args:
             q, k, v: this rank's rows, any strides, one dtype and device; H a multiple of K. Only K heads travel.
             scale: of the scores; default ``D ** -0.5``.
+            softcap: bound of the scores (Gemma 2); default none.
+            sinks: one logit per query head, in the denominator once per row (gpt-oss). Differentiable.
+            bias: added to the scores: `Alibi`, `RelativeTable` (both differentiable), or a function of query positions
+                ``[t, 1]`` and key positions ``[1, s]`` that returns ``[t, s]`` or ``[H, t, s]`` and has no gradient.
             return_lse: also return the natural-log normaliser ``[B, H, T]`` in fp32 (fp64 for fp64), differentiable;
-                -inf for a row that sees no key, whose output is 0.
+                -inf for a row that sees no key, whose output is 0. With sinks it includes the sink.
             kernel: a kernel, its name, or None for the first that does not refuse.
             refused: nothing else is taken; what other attentions call an argument is refused with what to do instead.
         Returns:
-            ``out [B, H, T, Dv]`` in q's dtype, or ``(out, lse)``.
+            ``out [B, H, T, Dv]`` in q's dtype, or ``(out, lse)``. Gradients of sinks and bias are this rank's shares,
+            as of every replicated parameter.
         Raises:
             ShapeError, DtypeError: tensors that do not fit the plan or each other.
-            KernelRefused: no kernel can do it. PlanMismatchError: ranks call with different shapes, dtype or scale.
+            KernelRefused: no kernel can do it. PlanMismatchError: ranks call with different shapes, dtype or arguments.
             TransferError: a foreign or stale message arrived. PeerError: another rank is dead, late or failed.
+
+        Source: softcap before bias and mask as in FlashAttention; sinks: arXiv 2508.10925.
         """
         try:
             inputs.refuse(refused)
             q, k, v = inputs.autocast(q, k, v)
-            inputs.check_tensors(self._context.driver, self._rows, q, k, v)
-            scale = inputs.checked_scale(scale, q.shape[-1])
-            choose(_call(q, k, v, scale), kernel)
-            handle = self._handle(kernel)
+            batch = len(self._mask) if isinstance(self._mask, RowMasks) else None
+            inputs.check_tensors(self._context.driver, self._rows, batch, q, k, v)
+            scale, cap = inputs.checked_scale(scale, q.shape[-1]), inputs.checked_softcap(softcap)
+            rule, values = inputs.check_terms(self._context.driver, q, sinks, bias)
+            choose(_call(q, k, v, scale, cap, rule), kernel)
+            handle = self._handle(Options(kernel, rule))
         except (RingspunError, TypeError, ValueError) as failure:
             self._fail(failure)
             raise
-        out, lse, _ = attention_op(q, k, v, handle, scale)
+        out, lse, _ = attention_op(q, k, v, sinks, values, handle, scale, cap)
         return (out, lse) if return_lse else out
 
     # -- agreement ----------------------------------------------------------------------------------------------------
@@ -131,37 +166,53 @@ class Plan:
         To remember all facts ever agreed on is not enough: ranks that then call with two different known ones, of one
         plan or of two, send each other messages of two lengths, and gloo aborts a process for that.
         """
-        text, sizes = repr(sorted(fields.items())), repr((wire, self._core.tokens.tobytes()))
+        text, sizes = repr(sorted(fields.items())), repr((wire, self._sides.keys.tokens.tobytes()))
         if self._agreed.get(topic) == text and self._context.driver.state.agreed_sizes == sizes:
             return
         self._context.driver.agree(
-            topic, digest_of((topic, text, sizes)), {**fields, "seq_len": str(self._core.seq_len)}
+            topic, digest_of((topic, text, sizes)), {**fields, "seq_len": str(self._sides.queries.seq_len)}
         )
         self._agreed[topic] = text
         self._context.driver.state.agreed_sizes = sizes
 
     # -- execution ---------------------------------------------------------------------------------------------------
 
-    def _handle(self, kernel: str | Kernel | None) -> int:
-        if kernel not in self._handles:
-            executable = _Executable(self, kernel)
-            self._handles[kernel] = REGISTRY.add(id(self._context), executable), executable
-        return self._handles[kernel][0]
+    def _handle(self, options: Options) -> int:
+        if options not in self._handles:
+            executable = _Executable(self, options)
+            self._handles[options] = REGISTRY.add(id(self._context), executable), executable
+            if len(self._handles) > KEPT_OPTIONS:  # a new bias function in every call, say
+                self._handles.popitem(last=False)
+        return self._handles[options][0]
 
     @cached_property
     def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
         """Per rank, the tiles of forward's steps and of backward's; one list where they are the same, lowered once."""
         return [_step_tiles(s) for s in self.schedules]
 
-    def _jobs(self, wire: Format, kernel: Kernel, scale: float, of: int | None = None) -> list[ring.Job]:
+    def _jobs(
+        self, q: Tensor, wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None, of: int | None = None
+    ) -> list[ring.Job]:
         """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
-        state = self._context.driver.state
+        state, pool = self._context.driver.state, self._context.pool
         number, state.calls = state.calls, state.calls + 1
         phase = 0 if of is None else 1 + of
-        return [
-            ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self._context.pool, scale, self._id, number, phase)
-            for schedule, tiles in zip(self.schedules, self._tiles, strict=True)
-        ]
+        jobs = []
+        for schedule, tiles in zip(self.schedules, self._tiles, strict=True):
+            bias = None if rule is None else self._bias(q, rule, terms.bias, schedule.ring_rank)
+            ids = self._id, number, phase
+            jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, pool, terms, bias, *ids))
+        return jobs
+
+    def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, ring_rank: int) -> RankBias:
+        values = q.new_zeros(0) if values is None else values
+
+        @lru_cache(maxsize=1)
+        def keys(rank: int) -> Tensor:
+            return torch.from_numpy(self._sides.keys.positions(rank)).to(q.device)
+
+        own = torch.from_numpy(self._sides.queries.positions(ring_rank)).to(q.device)
+        return RankBias(rule, values.to(accumulator_dtype(q.dtype)), own, keys)
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self  # a frozen value; models that hold one are copied
@@ -180,44 +231,64 @@ _TOPIC = "an attention call"
 _BACKWARD_TOPIC = "a backward call"
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is fixed in an op's handle beside the plan: the kernel asked for, and the rule of a bias."""
+
+    kernel: str | Kernel | None = None
+    rule: Rule | None = None
+
+
+KEPT_OPTIONS = 64
+
+
 @dataclass(frozen=True, eq=False)
 class _Executable:
     """A plan with a call's options fixed: what an op's handle stands for."""
 
     plan: Plan
-    kernel: str | Kernel | None
+    options: Options
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, int]:
-        plan, wire, kernel = self.plan, _wire(q, k, v), choose(_call(q, k, v, scale), self.kernel)
-        plan._agree(_TOPIC, wire, _facts(wire, kernel, scale))
-        jobs = plan._jobs(wire, kernel, scale)
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, int]:
+        plan, rule, wire = self.plan, self.options.rule, _wire(q, k, v)
+        kernel = choose(_call(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
+        plan._agree(_TOPIC, wire, _facts(wire, kernel, terms, rule))
+        jobs = plan._jobs(q, wire, kernel, terms, rule)
         if q.shape[0] == 0:
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), jobs[0].call
-        rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
-        programs = [ring.forward(job, q[:, :, r], k[:, :, r], v[:, :, r]) for job, r in zip(jobs, rows, strict=True)]
+        programs = [ring.forward(job, *rows) for job, rows in zip(jobs, self._rows(q, k, v), strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = plan._context.driver.run(programs)
         return _joined([r[0] for r in results]), _joined([r[1] for r in results]), jobs[0].call
 
     def run_backward(
-        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, call: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        plan, wire = self.plan, _wire(q, k, v)
-        kernel = choose(_call(q, k, v, scale), self.kernel)
-        plan._agree(_BACKWARD_TOPIC, wire, _facts(wire, kernel, scale) | {"gradients of q, k, v": str(grads.needs)})
-        jobs = plan._jobs(wire, kernel, scale, of=call)
+        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, call: int
+    ) -> tuple[Tensor, ...]:
+        plan, rule, wire = self.plan, self.options.rule, _wire(q, k, v)
+        kernel = choose(_call(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
+        facts = _facts(wire, kernel, terms, rule) | {"gradients of q, k, v, sinks, bias": str(grads.needs)}
+        plan._agree(_BACKWARD_TOPIC, wire, facts)
+        jobs = plan._jobs(q, wire, kernel, terms, rule, of=call)
         if q.shape[0] == 0:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        rows = sharding.slices(plan._core, plan._context.driver.ring_ranks)
+            shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared
         saved = _saved(grads, out, lse)
+        here = plan._context.driver.ring_ranks
+        q_rows = sharding.slices(plan._sides.queries, here)
         programs = [
-            ring.backward(job, q[:, :, r], k[:, :, r], v[:, :, r], saved.rows(Rows(slice(None), r)))
-            for job, r in zip(jobs, rows, strict=True)
+            ring.backward(job, *rows, saved.rows(Rows(slice(None), r)))
+            for job, rows, r in zip(jobs, self._rows(q, k, v), q_rows, strict=True)
         ]
         with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = zip(*plan._context.driver.run(programs), strict=True)
-        return _joined(dq), _joined(dk), _joined(dv)
+            dq, dk, dv, dbias = zip(*plan._context.driver.run(programs), strict=True)
+        return _joined(dq), _joined(dk), _joined(dv), _sink_gradients(saved, terms.sinks), sum(dbias[1:], dbias[0])
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The rows of each rank that this process plays."""
+        sides, here = self.plan._sides, self.plan._context.driver.ring_ranks
+        both = zip(sharding.slices(sides.queries, here), sharding.slices(sides.keys, here), strict=True)
+        return [(q[:, :, a], k[:, :, b], v[:, :, b]) for a, b in both]
 
 
 def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
@@ -226,6 +297,15 @@ def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
     if grads.dlse is not None:
         delta -= grads.dlse
     return Saved(out, lse, grads.dout, grads.dlse, delta)
+
+
+def _sink_gradients(saved: Saved, sinks: Tensor | None) -> Tensor:
+    """This process's share: a sink is one more key, of value 0, in every row: its weight times (0 - delta)."""
+    if sinks is None:
+        return saved.delta.new_zeros(0)
+    logits = sinks.to(saved.lse.dtype)[:, None]
+    weight = torch.exp(logits - saved.lse).masked_fill(logits == -torch.inf, 0.0)
+    return -(weight * saved.delta).sum((0, 2))
 
 
 def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
@@ -242,8 +322,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Call:
-    return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type, scale)
+def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, rule: Rule | None) -> Call:
+    kind = "" if rule is None else rule.name
+    return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type, scale, softcap, kind)
 
 
 def _wire(q: Tensor, k: Tensor, v: Tensor) -> Format:
@@ -252,8 +333,14 @@ def _wire(q: Tensor, k: Tensor, v: Tensor) -> Format:
     return Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], dtype, q.dtype.itemsize, size)
 
 
-def _facts(wire: Format, kernel: Kernel, scale: float) -> dict[str, str]:
-    return {**{k: str(v) for k, v in asdict(wire).items()}, "scale": repr(scale), "kernel": kernel.name}
+def _facts(wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None) -> dict[str, str]:
+    asked = {"scale": repr(terms.scale), "kernel": kernel.name, "softcap": repr(terms.softcap), "bias": str(rule)}
+    shared = {name: _described(x) for name, x in (("sinks", terms.sinks), ("bias tensor", terms.bias))}
+    return {**{k: str(v) for k, v in asdict(wire).items()}, **asked, **shared}
+
+
+def _described(x: Tensor | None) -> str:
+    return "None" if x is None else f"{x.dtype} {list(x.shape)}"
 
 
 def check_schedules(

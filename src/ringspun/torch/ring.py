@@ -17,9 +17,10 @@ from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, S
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import HEADER_BYTES, Format, Header, Payload
 from ringspun.errors import TransferError
+from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers.base import RankProgram, Transfer
-from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, accumulator_dtype
+from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.softmax import RunningSoftmax
 
 Flow = Generator[Any, Any, None]
@@ -31,7 +32,7 @@ class Job:
 
     Args:
         schedule: what to do. tiles: the tiles of each step. kernel: who computes them. wire: what messages look like.
-        pool: where buffers come from. scale: of the scores.
+        pool: where buffers come from. terms: what enters beside q, k, v. bias: this rank's, where there is one.
         plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
             backward 1 + the number of the forward call that it belongs to.
     """
@@ -41,10 +42,16 @@ class Job:
     kernel: Kernel
     wire: Format
     pool: BufferPool
-    scale: float
+    terms: Terms
+    bias: RankBias | None
     plan_id: int
     call: int
     phase: int
+
+    def block(self, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
+        """Local queries and the block of ring rank `source`."""
+        bias = None if self.bias is None else self.bias.block(source)
+        return Block(q, *keys, self.terms.scale, self.terms.softcap, bias)
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
@@ -55,26 +62,29 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
-        keys, values = mail.block(step, row)
-        for rows, out, lse in job.kernel.forward(Block(q, keys, values, job.scale), job.tiles[step]):
+        block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
+        for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add((rows.batch, slice(None), rows.tokens), out, lse)
     yield from mail.close()
+    if job.terms.sinks is not None:
+        running.add_sinks(job.terms.sinks)
     return running.out.to(q.dtype), running.lse
 
 
-def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's ``(dq, dk, dv)``, each in its input's dtype. Blocks go round again; their gradients follow them
-    home."""
+def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
+    """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its share of the bias's gradient (empty without
+    one). Blocks go round again; their gradients follow them home."""
     one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
     mail = _Mail(job, one, (k, v))
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     own = tuple(torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
+    dbias = q.new_zeros(0, dtype=dtype) if job.bias is None else torch.zeros_like(job.bias.values)
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
-        keys, values = mail.block(step, row)
-        for g in job.kernel.backward(Block(q, keys, values, job.scale), saved, job.tiles[step]):
+        block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
+        for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
                 yield from mail.wait(Moment.AFTER)
                 dk, dv = mail.gradients(row, own)
@@ -82,13 +92,15 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
             dq[g.q_rows.batch, :, g.q_rows.tokens] += g.dq
             dk[g.k_rows.batch, :, g.k_rows.tokens] += g.dk
             dv[g.k_rows.batch, :, g.k_rows.tokens] += g.dv
+            if g.dbias is not None:
+                dbias += g.dbias
         if not arrived:
             yield from mail.wait(Moment.AFTER)
             mail.gradients(row, own)
         mail.bring_home(row, own)
         yield from mail.post(step, Moment.AFTER)
     yield from mail.close()
-    return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+    return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), dbias
 
 
 class _Mail:
@@ -172,7 +184,7 @@ class _Mail:
         return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
 
     def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
-        rows = int(self._job.schedule.tokens[source])
+        rows = int(self._job.schedule.key_tokens[source])
         dtype = self._own[0].dtype if payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
         buffer = self._buffer(payload, slot, rows)
         first, second = (

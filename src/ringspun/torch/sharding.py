@@ -25,18 +25,19 @@ def slices(part: Partition, ring_ranks: Sequence[int]) -> list[slice]:
 
 
 def held(part: Partition, ring_ranks: Sequence[int]) -> Tensor:
-    """Global positions of the rows of `ring_ranks`, joined, int64."""
-    return torch.from_numpy(np.concatenate([part.positions(r) for r in ring_ranks]))
+    """Which tokens the rows of `ring_ranks` are, joined, int64: indices into the sequence."""
+    return torch.from_numpy(np.concatenate([part.indices(r) for r in ring_ranks]))
 
 
 def positions(part: Partition, ring_ranks: Sequence[int], restart: bool) -> Tensor:
     """Positions of the rows of `ring_ranks`, in the sequence or (restart) in their documents."""
-    rows = held(part, ring_ranks)
+    rows = held(part, ring_ranks) + part.start
     if not restart:
         return rows
     if part.documents is None:
         raise PlanError("positions(restart=True) must know the documents; got none. Use partition(..., documents=...).")
-    return torch.from_numpy(part.documents.positions(int(part.seq_len)))[rows]
+    within = torch.from_numpy(part.documents.positions(max(0, int(part.start + part.seq_len))))
+    return torch.where(rows < 0, 0, within[rows.clamp(min=0)]) if part.start < 0 else within[rows]
 
 
 def shard(part: Partition, ring_ranks: Sequence[int], x: Tensor, dim: int) -> Tensor:
@@ -122,7 +123,7 @@ def shift_labels(labels: Tensor, part: Partition) -> Tensor:
         return shifted
     shifted[:, :-1] = labels[:, 1:]
     if part.documents is not None:
-        number = torch.from_numpy(part.documents.index(np.arange(part.seq_len)))
+        number = torch.from_numpy(part.documents.index(part.start + np.arange(part.seq_len)))
         follows = (number[1:] == number[:-1]) & (number[1:] >= 0)
         shifted[:, :-1].masked_fill_(~follows.to(labels.device), IGNORED)
     return shifted

@@ -96,3 +96,10 @@ class RunningSoftmax:
         keep, take = torch.exp(mine_lse - safe)[..., None], torch.exp(lse - safe)[..., None]
         mine.mul_(keep).add_(out.to(self.dtype).mul_(take))
         mine_lse.copy_(total)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Merge one key of score ``sinks[h]`` and value 0 into every row of head h; -inf is none. Once, at the end."""
+        out, lse = self.out, self.lse
+        total = torch.logaddexp(lse, sinks.to(self.dtype)[:, None])
+        out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None])
+        lse.copy_(total)

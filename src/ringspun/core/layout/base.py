@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ RANK, START, STOP, STEP = range(4)
 @dataclass(frozen=True)
 class Layout(ABC):
     """The rule that deals tokens to ranks. A new layout is one subclass with one method."""
+
+    reads_documents: ClassVar[bool] = False
+    """Whether it deals by the partition's documents."""
 
     @abstractmethod
     def deal(self, seq_len: int, ring_size: int, documents: Documents | None) -> Runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspun.torch.kernels.base import Block, Call, LoweredKernel, Saved
+from ringspun.torch.kernels.base import Block, Call, LoweredKernel, Saved, plain_only
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,7 +35,7 @@ class AtenCpu(LoweredKernel):
             return f"dtype must be float64, float32, bfloat16 or float16; got {call.dtype}"
         if call.scale < SMALLEST_SCALE:  # the op multiplies its -inf by it: NaN under a causal mask
             return f"scale must be positive, at least {SMALLEST_SCALE}; got {call.scale}"
-        return None
+        return plain_only(call)
 
     def partial(self, block: Block, *, causal: bool) -> tuple[Tensor, Tensor]:
         block = _widened(block)

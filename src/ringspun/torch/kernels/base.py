@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ringspun.core import tiles as tl
+from ringspun.torch.bias import BlockBias
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Call:
 
     Args:
         heads, kv_heads: H and K. head_size, value_size: D and Dv. dtype: of q, k, v. device: "cpu", "cuda", ...
-        scale: of the scores.
+        scale: of the scores. softcap: their bound, 0 for none. bias: what kind is added to them, "" for none.
     """
 
     heads: int
@@ -35,15 +36,35 @@ class Call:
     dtype: torch.dtype
     device: str
     scale: float = 1.0
+    softcap: float = 0.0
+    bias: str = ""
 
 
 class Block(NamedTuple):
-    """Local queries ``[B, H, Tq, D]`` and one block of keys ``[B, K, Tk, D]`` and values ``[B, K, Tk, Dv]``."""
+    """Local queries ``[B, H, Tq, D]`` and one block of keys ``[B, K, Tk, D]`` and values ``[B, K, Tk, Dv]``.
+
+    ``score = c * tanh(scale * q.k / c) + bias`` with ``c = softcap`` (0: no tanh), before what is not allowed is cut.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
+    softcap: float = 0.0
+    bias: BlockBias | None = None
+
+
+class Terms(NamedTuple):
+    """What enters scores and softmax beside q, k and v, as the op pair carries it.
+
+    Args:
+        scale: of the scores. softcap: their bound, 0 for none. sinks: ``[H]``. bias: the tensor of a bias.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -84,13 +105,14 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Shares of the gradients of some query rows and some key rows."""
+    """Shares of the gradients of some query rows and some key rows; and of the bias's tensor, where there is one."""
 
     q_rows: Rows
     k_rows: Rows
     dq: Float[Tensor, "b H t D"]
     dk: Float[Tensor, "b K s D"]
     dv: Float[Tensor, "b K s Dv"]
+    dbias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +152,8 @@ class Kernel(ABC):
 
 
 class LoweredKernel(Kernel):
-    """A kernel that knows full and upper-left causal rectangles; this class makes every mask of them."""
+    """A kernel that knows full and upper-left causal rectangles; this class makes every mask of them. It knows neither
+    softcap nor bias, and has to refuse them (`plain_only`)."""
 
     @abstractmethod
     def partial(self, block: Block, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -154,6 +177,13 @@ class LoweredKernel(Kernel):
             part = saved.rows(q_rows, flip)
             grads = self.partial_backward(_cut(block, q_rows, k_rows, flip), part, causal=kind != tl.Kind.FULL)
             yield Gradients(q_rows, k_rows, *(_turn(g, flip) for g in grads))
+
+
+def plain_only(call: Call) -> str | None:
+    """The refusal of a kernel whose scores are ``scale * q.k`` and nothing else."""
+    if call.softcap:
+        return f"softcap must be None; got {call.softcap}"
+    return f"bias must be None; got {call.bias}" if call.bias else None
 
 
 def tile_rows(tile: list[int]) -> tuple[Rows, Rows]:

@@ -49,8 +49,10 @@ class Eager(Kernel):
                 rows = Rows(tile_rows(tile)[0].batch, slice(q0, q1))
                 q, running = _grouped(block.q, rows, block.k.shape[1]), None
                 for k0, k1, allowed in pieces:
-                    k, v = _keys(block, Rows(rows.batch, slice(k0, k1)))
-                    out, lse = _attend(q, k, v, block.scale, allowed)
+                    k_rows = Rows(rows.batch, slice(k0, k1))
+                    k, v = _keys(block, k_rows)
+                    scores, _ = _scores(q, k, block, rows, k_rows)
+                    out, lse = _attend(_hidden(scores, allowed), v)
                     if running is None:
                         running = RunningSoftmax(out.shape, out.dtype, out.device)
                     running.add(..., out, lse)
@@ -71,10 +73,13 @@ class Eager(Kernel):
                 for k0, k1, allowed in pieces:
                     k_rows = Rows(batch, slice(k0, k1))
                     k, v = _keys(block, k_rows)
-                    p = torch.exp(_scores(q, k, block.scale, allowed) - lse)
-                    ds = p * (dout @ v.mT - delta) * block.scale
+                    scores, slope = _scores(q, k, block, q_rows, k_rows)
+                    p = torch.exp(_hidden(scores, allowed) - lse)
+                    ds = p * (dout @ v.mT - delta)
+                    dbias = None if block.bias is None else block.bias.gradient(ds.flatten(1, 2), q_rows, k_rows)
+                    ds = ds * block.scale if slope is None else ds * slope * block.scale
                     dk, dv = (ds.mT @ q).sum(2), (p.mT @ dout).sum(2)
-                    yield Gradients(q_rows, k_rows, (ds @ k).flatten(1, 2), dk, dv)
+                    yield Gradients(q_rows, k_rows, (ds @ k).flatten(1, 2), dk, dv, dbias)
 
 
 def _blocks(tile: list[int], size: int) -> Iterator[tuple[int, int, list[tuple[int, int, Tensor | None]]]]:
@@ -113,14 +118,27 @@ def _keys(block: Block, rows: Rows) -> tuple[Tensor, Tensor]:
     return k.to(accumulator_dtype(k.dtype)), v.to(accumulator_dtype(v.dtype))
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, allowed: Tensor | None) -> Tensor:
-    scores = (q * scale) @ k.mT  # q first, so that large products cannot overflow a narrow dtype
+def _scores(q: Tensor, k: Tensor, block: Block, q_rows: Rows, k_rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[b, K, H / K, t, s]`` and their derivative by ``scale * q.k`` (None: 1)."""
+    scores = (q * block.scale) @ k.mT  # q first, so that large products cannot overflow a narrow dtype
+    slope = None
+    if block.softcap:
+        bent = torch.tanh(scores / block.softcap)
+        scores, slope = block.softcap * bent, 1 - bent * bent
+    if block.bias is not None:
+        bias = block.bias.scores(q_rows, k_rows)
+        per_head = bias if bias.shape[0] == 1 else bias.unflatten(0, q.shape[1:3])
+        scores = scores + per_head
+    return scores, slope
+
+
+def _hidden(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """Scores with what is not allowed at -inf: last of all, so that nothing bends it back to a number."""
     return scores if allowed is None else scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over one block of keys; rows that see none give (0, -inf)."""
-    scores = _scores(q, k, scale, allowed)
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return p @ v, lse

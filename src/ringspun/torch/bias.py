@@ -1,0 +1,217 @@
+"""Biases: what positions add to the scores: a tensor, which has a gradient, and a rule that says what goes where.
+
+    score(i, j) = softcap(scale * q_i . k_j) + bias(h, position of i, position of j)
+
+The tensor enters the op pair as an input; the rule is plain data and part of what the ranks agree on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringspun.core.buckets import Buckets
+from ringspun.errors import DtypeError, NotDifferentiable, ShapeError
+
+if TYPE_CHECKING:
+    from ringspun.torch.kernels.base import Rows
+
+BiasFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Rule(ABC):
+    """Which bias a pair of positions gets, given the tensor; frozen, comparable, and alike on all ranks as a string."""
+
+    name: str
+
+    @abstractmethod
+    def scores(self, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """The bias ``[H or 1, t, s]`` of query positions ``q [t, 1]`` and key positions ``k [1, s]`` (int64)."""
+
+    @abstractmethod
+    def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """The share of the gradient of `values` from those of the scores ``ds [B, H, t, s]``."""
+
+    def check(self, values: Tensor, heads: int) -> None:  # noqa: B027 (a rule without a tensor has nothing to check)
+        """Raise `ShapeError` unless `values` fits H heads."""
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases: ``-slope[h] * |q - k|`` is added to the scores of head h.
+
+    Args:
+        slopes: ``[H]``, positive where far keys count less. A parameter, if you like: it has a gradient.
+
+    Source: arXiv 2108.12409, there for causal masks; the absolute value is what others made of it for full ones.
+    """
+
+    slopes: Tensor
+
+    @property
+    def rule(self) -> Rule:
+        """What goes where."""
+        return _AlibiRule()
+
+    @property
+    def values(self) -> Tensor:
+        """The tensor."""
+        return self.slopes
+
+
+@dataclass(frozen=True)
+class RelativeTable:
+    """A learned bias per distance and head: ``table[buckets(q - k), h]`` is added to the scores.
+
+    Args:
+        table: ``[N, H]``, as the weight of T5's `relative_attention_bias`. buckets: the row of each distance; their
+            `count` is N.
+    """
+
+    table: Tensor
+    buckets: Buckets
+
+    @property
+    def rule(self) -> Rule:
+        """What goes where."""
+        return _TableRule(self.buckets)
+
+    @property
+    def values(self) -> Tensor:
+        """The tensor."""
+        return self.table
+
+
+Bias = Alibi | RelativeTable | BiasFunction
+
+
+@dataclass(frozen=True)
+class _AlibiRule(Rule):
+    name = "alibi"
+
+    def scores(self, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return -values[:, None, None] * (q - k).abs()
+
+    def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return -(ds.sum(0) * (q - k).abs()).sum((1, 2))
+
+    def check(self, values: Tensor, heads: int) -> None:
+        if values.shape != (heads,):
+            raise ShapeError(f"slopes must be [H], one per query head; got {tuple(values.shape)} for {heads} heads.")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class _TableRule(Rule):
+    buckets: Buckets
+    name = "relative table"
+
+    def scores(self, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return values.T[:, self._rows(q - k)]
+
+    def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        per_pair = ds.sum(0).flatten(1).T
+        return torch.zeros_like(values).index_add_(0, self._rows(q - k).flatten(), per_pair)
+
+    def check(self, values: Tensor, heads: int) -> None:
+        if values.shape != (self.buckets.count, heads):
+            raise ShapeError(
+                f"table must be [N, H], a row per bucket and a column per query head; got {tuple(values.shape)} "
+                f"for {self.buckets.count} buckets and {heads} heads."
+            )
+
+    def _rows(self, distance: Tensor) -> Tensor:
+        edges, rows = (torch.tensor(x, device=distance.device) for x in (self.buckets.edges, self.buckets.rows))
+        return rows[torch.searchsorted(edges, distance, right=True)] if len(edges) else torch.zeros_like(distance)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.buckets}"
+
+
+@dataclass(frozen=True)
+class _FunctionRule(Rule):
+    function: BiasFunction
+    name = "function"
+
+    def scores(self, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        found = self.function(q, k).to(q.device)
+        return found if found.ndim == 3 else found[None]
+
+    def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.zeros_like(values)
+
+    def __str__(self) -> str:
+        return f"{self.name} {getattr(self.function, '__qualname__', type(self.function).__name__)}"
+
+
+def function_rule(function: BiasFunction, heads: int) -> Rule:
+    """The rule of a free function of positions, tried once on a pair of positions.
+
+    Raises:
+        ShapeError, DtypeError: it does not give a float tensor that broadcasts to ``[H, t, s]``.
+        NotDifferentiable: what it gives wants a gradient, which could not be delivered.
+    """
+    q, k = torch.arange(2)[:, None], torch.arange(3)[None, :]
+    found = function(q, k)
+    if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
+        got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise DtypeError(f"bias function must return a floating point tensor; got {got}.")
+    if found.ndim not in (2, 3) or not _broadcasts(found.shape, (heads, 2, 3)):
+        raise ShapeError(
+            f"bias function must return [H, t, s] or what broadcasts to it from q [t, 1] and k [1, s]; got "
+            f"{tuple(found.shape)} for t=2, s=3 and {heads} heads."
+        )
+    if found.requires_grad:
+        raise NotDifferentiable(
+            "bias function must not return what needs a gradient; it would get none. "
+            "Use Alibi(slopes) or RelativeTable(table, buckets), or detach."
+        )
+    return _FunctionRule(function)
+
+
+def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
+    return all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
+
+
+class BlockBias(NamedTuple):
+    """The bias of one block: the rule, its tensor in the accumulators' dtype, and the positions of the block's rows.
+
+    A rule without a tensor has an empty one.
+    """
+
+    rule: Rule
+    values: Tensor
+    q_positions: Tensor
+    k_positions: Tensor
+
+    def scores(self, q_rows: Rows, k_rows: Rows) -> Tensor:
+        """The bias of some rows ``[H or 1, t, s]``, in the tensor's dtype."""
+        return self.rule.scores(self.values, *self._positions(q_rows, k_rows)).to(self.values.dtype)
+
+    def gradient(self, ds: Tensor, q_rows: Rows, k_rows: Rows) -> Tensor:
+        """The share of the tensor's gradient."""
+        return self.rule.gradient(ds, self.values, *self._positions(q_rows, k_rows))
+
+    def _positions(self, q_rows: Rows, k_rows: Rows) -> tuple[Tensor, Tensor]:
+        return self.q_positions[q_rows.tokens][:, None], self.k_positions[k_rows.tokens][None, :]
+
+
+@dataclass(frozen=True)
+class RankBias:
+    """The bias of one rank's queries. `k_positions` gives the positions of the block of a ring rank."""
+
+    rule: Rule
+    values: Tensor
+    q_positions: Tensor
+    k_positions: Callable[[int], Tensor]
+
+    def block(self, source: int) -> BlockBias:
+        """Against the keys of ring rank `source`."""
+        return BlockBias(self.rule, self.values, self.q_positions, self.k_positions(source))
