@@ -18,6 +18,7 @@ from ringspun.core.mask.base import Allowed, And, Mask, Or, Positions
 from ringspun.core.mask.blocks import Blocks, Chunks
 from ringspun.core.mask.documents import Documents, documents_of
 from ringspun.core.mask.leading import Anchors, Prefix
+from ringspun.core.mask.rows import RowMasks
 
 __all__ = [
     "Allowed",
@@ -33,6 +34,7 @@ __all__ = [
     "Or",
     "Positions",
     "Prefix",
+    "RowMasks",
     "Window",
     "documents_of",
 ]
