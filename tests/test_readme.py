@@ -108,7 +108,7 @@ def test_every_row_of_the_mask_table_is_that_mask():
     within = np.concatenate([np.arange(700), np.arange(300)])
     leads = within < first[number]
     padded = np.arange(s) >= 10
-    causal = d >= 0
+    causal, table = d >= 0, np.random.default_rng(5).random((8, 8)) < 0.4
     means = {
         "causal": causal,
         "sliding window, causal": causal & (d < w),
@@ -121,9 +121,11 @@ def test_every_row_of_the_mask_table_is_that_mask():
         "prefix-LM, one n": together & (causal | (leads[:, None] & leads[None, :])),
         "StreamingLLM": causal & ((d < w) | (k < n)),
         "Llama 4": causal & (q // c == k // c),
+        "a block mask": causal & table[q // 128, k // 128],
     }
     names = {name: getattr(ringspun, name) for name in ringspun.__all__}
     names |= {"w": w, "n": n, "n0": n, "n1": 3, "c": c, "left": 4, "right": 2, "docs": ringspun.Documents([700, 300])}
+    names |= {"table": table}
     names |= {"cu_seqlens": torch.tensor([0, 700, 1000]), "position_ids": torch.from_numpy(within)[None]}
     names |= {"attention_mask": torch.from_numpy(padded.astype(np.int64))[None].expand(2, -1)}
     assert len(rows) == len(means)

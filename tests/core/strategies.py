@@ -7,7 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from ringspun import Anchors, Band, Causal, Chunks, Contiguous, Documents, Full, Layout, Prefix, Striped, Window, Zigzag
+from ringspun import (
+    Anchors,
+    Band,
+    Blocks,
+    Causal,
+    Chunks,
+    Contiguous,
+    Documents,
+    Full,
+    Layout,
+    Prefix,
+    Striped,
+    Window,
+    Zigzag,
+)
 from ringspun.core import regions as rg
 
 
@@ -44,6 +58,12 @@ def bands(draw, length):
     return Band(left, right)
 
 
+def blocks(length):
+    """Block masks of any block size; their tables may end before or after `length` tokens."""
+    row = st.lists(st.integers(0, 6), max_size=5)
+    return st.builds(Blocks, st.lists(row, max_size=6), st.integers(1, length // 2 + 2))
+
+
 def plain_masks(length):
     """One mask, not combined, for at least `length` tokens."""
     return st.one_of(
@@ -55,6 +75,7 @@ def plain_masks(length):
         leading(Prefix, length),
         leading(Anchors, length),
         st.builds(Chunks, st.integers(1, length + 3)),
+        blocks(length),
     )
 
 

@@ -37,9 +37,11 @@ def test_a_device_tensor_is_refused_unread_with_the_line_to_write(device):
         "cu_seqlens": Documents.from_cu_seqlens,
         "position_ids": Documents.from_position_ids,
         "segment_ids": Documents.from_segment_ids,
+        "attention_mask": Documents.from_attention_mask,
     }.items():
+        what = "attention_mask" if name == "attention_mask" else "boundaries"
         with pytest.raises(
-            DtypeError, match=rf"{name} must be host data; got a tensor on {device}\..*`boundaries.cpu\(\)`"
+            DtypeError, match=rf"{name} must be host data; got a tensor on {device}\..*`{what}.cpu\(\)`"
         ):
             build(tensor)
 
@@ -129,6 +131,50 @@ def test_M11_padding_segments_do_not_see_each_other():
     assert not Documents.from_segment_ids([-1, -1]).as_array(2).any()
 
 
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_from_attention_mask_is_what_it_keeps(left, kept, right):
+    row = [0] * left + [1] * kept + [0] * right
+    docs = Documents.from_attention_mask(row)
+    np.testing.assert_array_equal(docs.index(np.arange(len(row))) >= 0, np.array(row, bool))
+    assert docs == (Documents([kept], starts=[left]) if kept else Documents(()))
+    for dtype in (np.bool_, np.int32, np.uint8):
+        assert Documents.from_attention_mask(np.array(row, dtype)) == docs
+
+
+def test_M11_padding_of_an_unpacked_row_sees_nothing():
+    """Pad tokens attend each other, or real tokens read padding, when packing is off."""
+    for row in ([1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0], [0] * 8):
+        keep, docs = np.array(row, bool), Documents.from_attention_mask(row)
+        np.testing.assert_array_equal(docs.as_array(8), keep[:, None] & keep[None, :])
+        np.testing.assert_array_equal(rg.as_array(docs.regions(8, 8), 8, 8), docs.as_array(8))
+
+
+def test_M13_true_means_keep():
+    """Padding mask used upside down: real tokens hidden, pads attended."""
+    assert Documents.from_attention_mask([True] * 6 + [False] * 2) == Documents([6])
+    with pytest.raises(
+        DtypeError, match=r"got float64\. An additive mask\? 1 = keep: write `mask == 0` for an additive"
+    ):
+        Documents.from_attention_mask([1.0] * 6 + [0.0] * 2)
+    with pytest.raises(DtypeError, match=r"1 = keep and 0 = padding; got float32\."):
+        Documents.from_attention_mask(np.array([0, 0, -np.inf], np.float32))
+
+
+class Unreadable:
+    """Stands for a tensor of a type that NumPy does not know."""
+
+    device, dtype = "cpu", "torch.bfloat16"
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+def test_a_type_that_numpy_does_not_know_is_named():
+    for build in (Documents, Documents.from_attention_mask):
+        with pytest.raises(DtypeError, match=r"must be integers or booleans; got torch\.bfloat16\."):
+            build(Unreadable())
+
+
 def test_from_segment_ids_with_padding_anywhere():
     assert Documents.from_segment_ids([]) == Documents(())
     assert Documents.from_segment_ids([7, 7, 0, 0, 0, 3], padding=0) == Documents([2, 1], starts=[0, 5])
@@ -165,6 +211,20 @@ def test_P2_positions_restart_in_each_document():
         (
             lambda: Documents.from_position_ids([[0, 1]]),
             r"position_ids must be one-dimensional \(one row\); got shape \(1, 2\)",
+        ),
+        (
+            lambda: Documents.from_attention_mask([0, 1, 1, 0, 0, 1]),
+            r"attention_mask must keep one unbroken run of tokens; got padding inside it, at 3\. "
+            r".*Documents\.from_segment_ids",
+        ),
+        (
+            lambda: Documents.from_attention_mask([1, 1, 2, 2, 0]),
+            r"attention_mask must hold 1 \(keep\) and 0 \(padding\) alone; got \[1, 1, 2, 2, 0\] .*from_segment_ids",
+        ),
+        (lambda: Documents.from_attention_mask([0, -10000]), r"alone; got \[0, -10000\] \(2 values\)\."),
+        (
+            lambda: Documents.from_attention_mask(np.ones((2, 3), bool)),
+            r"attention_mask must be one-dimensional \(one row\); got shape \(2, 3\)\.",
         ),
         (
             lambda: Documents([4, 4]).positions(7),

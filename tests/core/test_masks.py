@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringspun import Anchors, Band, Causal, Chunks, Documents, Full, Mask, Prefix, Window, parse_mask
+from ringspun import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window, parse_mask
 from ringspun.core import reference
 from ringspun.core import regions as rg
 from ringspun.errors import DtypeError, MaskError
@@ -124,6 +124,7 @@ def matrix(rows: str) -> np.ndarray:
         (Anchors([0, 2], Documents([2, 3])), "..... ..... ..11. ..11. ..11."),
         (Causal() & (Window(2) | Anchors(1)), "1.... 11... 111.. 1.11. 1..11"),
         (Chunks(2), "11... 11... ..11. ..11. ....1"),
+        (Blocks([[1], [0, 2]], size=2), "..11. ..11. 11..1 11..1 ....."),
     ],
     ids=str,
 )
@@ -131,7 +132,9 @@ def test_masks_drawn(mask: Mask, rows: str):
     np.testing.assert_array_equal(mask.as_array(5), matrix(rows))
 
 
-@pytest.mark.parametrize(("mask", "size"), [(Band(2, 1), 5), (Documents([2, 3]), 6)], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "size"), [(Band(2, 1), 5), (Documents([2, 3]), 6), (Blocks([[0], [0, 2], []], size=2), 6)], ids=str
+)
 def test_pictures_in_docstrings_are_the_masks(mask: Mask, size: int):
     lines = [line.split() for line in type(mask).__doc__.splitlines() if line.strip().startswith("q ")]
     assert [line[1] for line in lines] == [str(i) for i in range(size)]

@@ -7,6 +7,7 @@ import pytest
 from ringspun import (
     Anchors,
     Band,
+    Blocks,
     Causal,
     Contiguous,
     Documents,
@@ -35,6 +36,8 @@ from ringspun.errors import LayoutError, MaskError
         ("documents((2, 3))", Documents([2, 3])),
         ("causal | prefix([1, 2], documents=documents([3, 4]))", Causal() | Prefix([1, 2], Documents([3, 4]))),
         ("full", Full()),
+        ("blocks([[0], [0, 1]], size=64)", Blocks([[0], [0, 1]], 64)),
+        ("causal & blocks([(), [2, 0]])", Causal() & Blocks([[], [0, 2]])),
     ],
 )
 def test_masks_read(text, mask):
@@ -74,7 +77,8 @@ def test_layouts_print_without_defaults():
         ("  casual  ", r"at column 1 of 'casual'\."),
         (
             "xyz",
-            r"'xyz' is no mask; known: anchors, band, causal, chunks, documents, full, prefix, window at column 1",
+            r"'xyz' is no mask; "
+            r"known: anchors, band, blocks, causal, chunks, documents, full, prefix, window at column 1",
         ),
         ("zigzag", r"'zigzag' is no mask; "),
         ("causal & 3", r"expected a name at column 10 of"),
@@ -84,6 +88,8 @@ def test_layouts_print_without_defaults():
         ("causal & window(4, 5)", r"window: .* at column 10 of"),
         ("window(siz=4)", r"window: .*'siz'.* at column 1 of"),
         ("window('4')", r"window: Window size must be an integer; got '4'\. at column 1"),
+        ("blocks(3)", r"blocks: Blocks keys must be a list of block numbers per query block; got 3\. at column 1"),
+        ("blocks([[0], [1, -2]])", r"blocks: key blocks of query block 1 must be >= 0; got -2\. at column 1"),
         ("documents([1, 2.5])", r"documents: document lengths must be integers; got float64\. at column 1"),
         (
             "documents([2, 3], starts=[0, 1])",

@@ -1,4 +1,4 @@
-"""The host: its cores, and integers that live on it. The core reads boundaries; it never synchronises with a device."""
+"""The host: its cores, and arrays that live on it. The core reads boundaries; it never synchronises with a device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from numpy.typing import NDArray
 from ringspun.errors import DtypeError, MaskError
 
 
+def host_array(name: str, values: Any, variable: str = "boundaries") -> NDArray[Any]:
+    """`values` as an array of whatever type and shape; `variable` is what an error calls them in a line of code.
+
+    Raises:
+        DtypeError: a tensor that lives on a device, or whose type NumPy does not know (bfloat16).
+        MaskError: rows of different lengths.
+    """
+    device = str(getattr(values, "device", "cpu"))
+    if not device.lower().startswith(("cpu", "tfrt_cpu")):
+        raise DtypeError(
+            f"{name} must be host data; got a tensor on {device}. "
+            f"Build the mask in the collator, or write `{variable}.cpu()` where a synchronisation is acceptable."
+        )
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise MaskError(f"{name} must have rows of one length; got rows of different lengths.") from None
+    except (TypeError, RuntimeError):  # torch's bfloat16, or a tensor that requires a gradient
+        kind = getattr(values, "dtype", type(values).__name__)
+        raise DtypeError(f"{name} must be integers or booleans; got {kind}.") from None
+
+
 def host_integers(name: str, values: Any) -> NDArray[np.int64]:
     """`values` as a one-dimensional int64 array.
 
@@ -21,16 +43,7 @@ def host_integers(name: str, values: Any) -> NDArray[np.int64]:
         DtypeError: a tensor that lives on a device, or values that are not integers.
         MaskError: not one-dimensional.
     """
-    device = str(getattr(values, "device", "cpu"))
-    if not device.lower().startswith(("cpu", "tfrt_cpu")):
-        raise DtypeError(
-            f"{name} must be host data; got a tensor on {device}. "
-            "Build the documents in the collator, or write `boundaries.cpu()` where a synchronisation is acceptable."
-        )
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise MaskError(f"{name} must be one-dimensional (one row); got rows of different lengths.") from None
+    array = host_array(name, values)
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":

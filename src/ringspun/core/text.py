@@ -31,6 +31,7 @@ MASKS: Mapping[str, type[masks.Mask]] = {
         masks.Prefix,
         masks.Anchors,
         masks.Chunks,
+        masks.Blocks,
     )
 }
 LAYOUTS: Mapping[str, type[layouts.Layout]] = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringspun.core.buckets import Buckets
 from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
-from ringspun.core.mask import Anchors, Band, Causal, Chunks, Documents, Full, Mask, Prefix, Window
+from ringspun.core.mask import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window
 from ringspun.core.reference import Reference, attention_with_gradients
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), Striped(128))
@@ -118,6 +118,8 @@ def all_masks(seq_len: int) -> tuple[Mask, ...]:
         Causal() & (Window(max(1, seq_len // 7)) | Anchors(min(3, seq_len))),
         Causal() & Chunks(some),
         docs & (Causal() | Prefix(2, documents=docs)),
+        Band(some, some) & docs,
+        Blocks([[0], [0, 1], [], [1, 3, 4], [0, 2, 3], [5]], max(1, seq_len // 5)),
     )
 
 

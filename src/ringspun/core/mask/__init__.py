@@ -8,21 +8,24 @@ the tests hold one against the other. ``d = q - k`` below is how far a key lies 
     Causal()         0 <= d                        Anchors(n)      k < n
     Window(w)        0 <= d <= w - 1               Chunks(c)       q // c == k // c
     Band(l, r)       -r <= d <= l                  Documents(...)  q and k in the same document
+    Blocks(keys, c)  k // c in keys[q // c]
 
 Prefix-LM is ``Causal() | Prefix(n)``; StreamingLLM is ``Causal() & (Window(w) | Anchors(n))``.
 """
 
 from ringspun.core.mask.bands import Band, Causal, Full, Window
 from ringspun.core.mask.base import Allowed, And, Mask, Or, Positions
-from ringspun.core.mask.blocks import Chunks
+from ringspun.core.mask.blocks import Blocks, Chunks
 from ringspun.core.mask.documents import Documents, documents_of
 from ringspun.core.mask.leading import Anchors, Prefix
+from ringspun.core.mask.rows import RowMasks
 
 __all__ = [
     "Allowed",
     "Anchors",
     "And",
     "Band",
+    "Blocks",
     "Causal",
     "Chunks",
     "Documents",
@@ -31,6 +34,7 @@ __all__ = [
     "Or",
     "Positions",
     "Prefix",
+    "RowMasks",
     "Window",
     "documents_of",
 ]

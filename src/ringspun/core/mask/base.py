@@ -54,7 +54,7 @@ class Mask(ABC):
         """The canonical string; for the masks of this package ``parse(str(mask)) == mask``."""
         values = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
         shown = [
-            _argument(value) if f.default is dataclasses.MISSING else f"{f.name}={_argument(value)}"
+            str(_lists(value)) if f.default is dataclasses.MISSING else f"{f.name}={_lists(value)}"
             for f, value in values
             if f.default is dataclasses.MISSING or value != f.default
         ]
@@ -100,8 +100,9 @@ class Or(Mask):
         return " | ".join(map(str, self.masks))
 
 
-def _argument(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+def _lists(value: Any) -> Any:
+    """A field as a string shows it: tuples, also within tuples, as lists."""
+    return [_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _operands(kind: type[And] | type[Or], *masks: Mask) -> tuple[Mask, ...]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
-from ringspun.core.host import host_integers
+from ringspun.core.host import host_array, host_integers
 from ringspun.core.mask.base import Allowed, And, Mask, Positions, everything, rectangles, short
-from ringspun.errors import MaskError
+from ringspun.errors import DtypeError, MaskError
 
 
 def documents_of(mask: Mask) -> tuple[Documents, ...]:
@@ -101,6 +101,36 @@ class Documents(Mask):
         if len(np.unique(ids[starts][real])) != int(real.sum()):
             raise MaskError(f"segment_ids must give each document one unbroken run; got {short(ids)}.")
         return cls(sizes[real], starts[real])
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: Sequence[int] | Any) -> Documents:
+        """From one row of Hugging Face's `attention_mask` (host data): 1 or True = keep, 0 or False = padding.
+
+        Padding may lie on either side or both; what is kept is one document, and no document if nothing is.
+        """
+        row = host_array("attention_mask", attention_mask, "attention_mask")
+        if row.size and row.dtype.kind not in "iub":
+            raise DtypeError(
+                f"attention_mask must be integers or booleans, 1 = keep and 0 = padding; got {row.dtype}. "
+                "An additive mask? 1 = keep: write `mask == 0` for an additive one, `mask != 0` for zeros and ones."
+            )
+        keep = host_integers("attention_mask", row.astype(np.int8) if row.dtype.kind == "b" else row)
+        kept = np.flatnonzero(keep)
+        if (keep[kept] != 1).any():
+            raise MaskError(
+                f"attention_mask must hold 1 (keep) and 0 (padding) alone; got {short(keep)}. "
+                "Numbers of documents? Write Documents.from_segment_ids(row, padding=0)."
+            )
+        if len(kept) == 0:
+            return cls(())
+        start, size = int(kept[0]), int(kept[-1] - kept[0] + 1)
+        if size != len(kept):
+            hole = start + int(np.argmin(keep[start:]))
+            raise MaskError(
+                f"attention_mask must keep one unbroken run of tokens; got padding inside it, at {hole}. "
+                "Several documents? Number them and write Documents.from_segment_ids(row, padding=0)."
+            )
+        return cls((size,), (start,))
 
     def table(self) -> NDArray[np.int64]:
         """``[n, 2]`` of (start, stop) of the documents that hold a token, in order."""
