@@ -3,6 +3,7 @@
 Masks and layouts live here and need neither torch nor jax. The ring itself is in `ringspun.torch`.
 """
 
+from ringspun.core.buckets import Buckets
 from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
 from ringspun.core.mask import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window
 from ringspun.core.text import parse_layout, parse_mask
@@ -13,6 +14,7 @@ __all__ = [
     "Anchors",
     "Band",
     "Blocks",
+    "Buckets",
     "Causal",
     "Chunks",
     "Contiguous",

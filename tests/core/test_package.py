@@ -46,6 +46,7 @@ def test_public_names_are_pinned():
             "Anchors",
             "Band",
             "Blocks",
+            "Buckets",
             "Causal",
             "Chunks",
             "Contiguous",

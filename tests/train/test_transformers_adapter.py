@@ -191,8 +191,6 @@ def test_a_plan_that_leaves_a_rank_without_tokens_is_refused() -> None:
     ("option", "words"),
     [
         ({"sliding_window": 16}, "sliding_window must be None"),
-        ({"softcap": 30.0}, "softcap must be None"),
-        ({"s_aux": torch.zeros(4)}, "s_aux must be None"),
         ({"dropout": 0.1}, "dropout must be 0 in training; got 0.1"),
         ({"attention_mask": torch.ones(1, 1, S, S)}, "attention_mask must be None"),
     ],

@@ -112,7 +112,8 @@ def attention(
         attention_mask: must be None.
         dropout: must be 0 in training; ignored, as everywhere, otherwise.
         scaling: factor of the scores; None is ``D ** -0.5``.
-        kwargs: `ringspun_plan`, `position_ids`, and whatever else was given to the model.
+        kwargs: `ringspun_plan`, `position_ids`, `softcap` (Gemma 2), `s_aux` (sinks, gpt-oss), and whatever else was
+            given to the model.
 
     Returns:
         ``[B, T, H, D]``, and None for the weights, which no rank holds.
@@ -131,11 +132,12 @@ def attention(
         )
     if attention_mask is not None:
         raise UnsupportedByRing(_MASK_MESSAGE.format(tuple(attention_mask.shape)))
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     _refuse_keywords(kwargs)
     _check_shapes(plan, query, key)
     if getattr(module, "layer_idx", 0) in (0, None):
         _check_positions(plan, kwargs.get("position_ids"))
-    out = plan.attention(query, key, value, scale=scaling)
+    out = plan.attention(query, key, value, scale=scaling, softcap=softcap, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -7,6 +7,7 @@ try:
 except ImportError as problem:  # pragma: no cover
     raise MissingExtra("ringspun.torch needs PyTorch: pip install 'ringspun[torch]'") from problem
 
+from ringspun.torch.bias import Alibi, RelativeTable
 from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Gloo, Loopback
 from ringspun.torch.functional import blockwise_attention, ring_attention
@@ -15,11 +16,13 @@ from ringspun.torch.plan import Plan
 from ringspun.torch.softmax import merge
 
 __all__ = [
+    "Alibi",
     "ContextParallel",
     "Gloo",
     "Loopback",
     "Partition",
     "Plan",
+    "RelativeTable",
     "blockwise_attention",
     "merge",
     "ring_attention",

@@ -13,9 +13,11 @@ from torch import Tensor
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Causal, Mask
 from ringspun.errors import DtypeError, ShapeError
+from ringspun.torch.bias import Bias
 from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Loopback
 from ringspun.torch.kernels import Eager
+from ringspun.torch.plan import Asked
 
 _contexts: weakref.WeakKeyDictionary[Any, dict[Layout, ContextParallel]] = weakref.WeakKeyDictionary()
 _alone: dict[Layout, ContextParallel] = {}
@@ -32,6 +34,9 @@ def ring_attention(
     layout: Layout | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    bias: Bias | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence cut over the ranks of a group, in one call. Collective. Differentiable.
@@ -42,7 +47,7 @@ def ring_attention(
         q, k, v: this rank's rows. group: the ring; default: all ranks, or this process alone without torch.distributed.
         mask: default `Causal()`. layout: how the rows were dealt; default `Contiguous()`.
         seq_len: global length S; None means equal shards, ``T * R`` (checked on all ranks by the plan's agreement).
-        scale, return_lse: as in `Plan.attention`.
+        scale, softcap, sinks, bias, return_lse: as in `Plan.attention`.
     Returns:
         ``out [B, H, T, Dv]``, or ``(out, lse)``.
     Raises: as `ContextParallel.plan` and `Plan.attention`.
@@ -61,9 +66,7 @@ def ring_attention(
             context._agree_on_plan(bytes(32), {}, failure)  # where the other ranks wait, so that they hear of it
             raise
     plan = context.plan(seq_len, Causal() if mask is None else mask)
-    if return_lse:
-        return plan.attention(q, k, v, scale=scale, return_lse=True)
-    return plan.attention(q, k, v, scale=scale)
+    return plan._attend(q, k, v, Asked(scale, softcap, sinks, bias), return_lse)
 
 
 def blockwise_attention(
@@ -74,21 +77,25 @@ def blockwise_attention(
     mask: Mask | None = None,
     block_size: int = 512,
     scale: float | None = None,
-) -> Tensor:
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    bias: Bias | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention on one device with at most block_size x block_size scores alive, forward and backward.
 
     Args:
         q, k, v: the whole sequence, any device and float dtype. mask: default `Causal()`. block_size: tokens.
-        scale: of the scores; default ``D ** -0.5``.
+        scale, softcap, sinks, bias, return_lse: as in `Plan.attention`.
     Returns:
-        ``out [B, H, T, Dv]``.
+        ``out [B, H, T, Dv]``, or ``(out, lse)``.
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
 
     Source: arXiv 2112.05682; the recomputing backward is FlashAttention-2's (arXiv 2307.08691).
     """
     plan = _context(Loopback(1), Contiguous()).plan(_length(q), Causal() if mask is None else mask)
-    return plan.attention(q, k, v, scale=scale, kernel=_eager(block_size))
+    return plan._attend(q, k, v, Asked(scale, softcap, sinks, bias, _eager(block_size)), return_lse)
 
 
 def _length(q: Tensor) -> int:

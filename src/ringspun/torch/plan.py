@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -29,6 +29,16 @@ from ringspun.torch.partition import Partition
 
 if TYPE_CHECKING:
     from ringspun.torch.context import ContextParallel
+
+
+class Asked(NamedTuple):
+    """What a caller asks of attention beside q, k and v, unchecked; see `Plan.attention`."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Bias | None = None
+    kernel: str | Kernel | None = None
 
 
 class Plan:
@@ -137,19 +147,25 @@ class Plan:
 
         Source: softcap before bias and mask as in FlashAttention; sinks: arXiv 2508.10925.
         """
+        return self._attend(q, k, v, Asked(scale, softcap, sinks, bias, kernel), return_lse, refused)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_lse: bool, refused: dict[str, object] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         try:
-            inputs.refuse(refused)
+            inputs.refuse(refused or {})
             q, k, v = inputs.autocast(q, k, v)
             batch = len(self._mask) if isinstance(self._mask, RowMasks) else None
             inputs.check_tensors(self._context.driver, self._rows, batch, q, k, v)
-            scale, cap = inputs.checked_scale(scale, q.shape[-1]), inputs.checked_softcap(softcap)
-            rule, values = inputs.check_terms(self._context.driver, q, sinks, bias)
-            choose(_call(q, k, v, scale, cap, rule), kernel)
-            handle = self._handle(Options(kernel, rule))
+            scale = inputs.checked_scale(asked.scale, q.shape[-1])
+            softcap = inputs.checked_softcap(asked.softcap)
+            rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
+            choose(_call(q, k, v, scale, softcap, rule), asked.kernel)
+            handle = self._handle(Options(asked.kernel, rule))
         except (RingspunError, TypeError, ValueError) as failure:
             self._fail(failure)
             raise
-        out, lse, _ = attention_op(q, k, v, sinks, values, handle, scale, cap)
+        out, lse, _ = attention_op(q, k, v, asked.sinks, values, handle, scale, softcap)
         return (out, lse) if return_lse else out
 
     # -- agreement ----------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _scores(q: Tensor, k: Tensor, block: Block, q_rows: Rows, k_rows: Rows) -> t
         scores, slope = block.softcap * bent, 1 - bent * bent
     if block.bias is not None:
         bias = block.bias.scores(q_rows, k_rows)
-        per_head = bias if bias.shape[0] == 1 else bias.unflatten(0, q.shape[1:3])
+        per_head = bias if bias.shape[0] == 1 else bias.reshape(*q.shape[1:3], *bias.shape[1:])
         scores = scores + per_head
     return scores, slope
 
