@@ -118,7 +118,12 @@ def _without(many: Table, one: Table) -> Table:
 
 
 def unite(a: Table, b: Table) -> Table:
-    """All pairs that are in either set, disjoint: `a` and what `b` adds to it."""
+    """All pairs that are in either set, disjoint: the shorter one and what the longer one adds to it.
+
+    This way round, because `subtract` goes through its second set row by row.
+    """
+    if len(a) > len(b):
+        a, b = b, a
     return np.concatenate([a, subtract(b, a)])
 
 

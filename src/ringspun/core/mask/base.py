@@ -122,6 +122,7 @@ def rectangles(q0: Positions, q1: Positions, k0: Positions, k1: Positions, withi
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as an int, if it is one of at least `least` and not beyond any length."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise MaskError(f"{name} must be an integer; got {value!r}.")
     if least is not None and value < least:
@@ -132,5 +133,6 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def short(values: NDArray[np.int64]) -> str:
+    """What an error shows of many values."""
     shown = ", ".join(map(str, values[:8].tolist()))
     return f"[{shown}{', ...' if len(values) > 8 else ''}] ({len(values)} values)"
