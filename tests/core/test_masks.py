@@ -45,7 +45,7 @@ def test_regions_are_the_predicate_and_disjoint(case):
 
 @given(masks_and_sides())
 def test_regions_are_tight_in_every_key_and_query(case):
-    """What `tiles.meetings` rests on: each row and each column of a region's rectangle holds a pair."""
+    """What `needs.meetings` rests on: each row and each column of a region's rectangle holds a pair."""
     mask, *sides, q_start = case
     for row in mask.regions(*sides, q_start):
         q0, q1, k0, k1 = row[:4]

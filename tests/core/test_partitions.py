@@ -165,8 +165,8 @@ def test_runs_without_tokens_are_harmless_wherever_they_stand():
         (-1, 2, r"seq_len must be an integer >= 0; got -1\."),
         ("8", 2, r"seq_len must be an integer >= 0; got '8'\."),
         (8.0, 2, r"seq_len must be an integer >= 0; got 8\.0\."),
-        (8, 0, r"ring_size must be at least 1; got 0\."),
-        (8, -2, r"ring_size must be at least 1; got -2\."),
+        (8, 0, r"ring_size must be from 1 to 16384; got 0\."),
+        (8, -2, r"ring_size must be from 1 to 16384; got -2\."),
     ],
 )
 def test_sizes_out_of_range_are_refused(seq_len, ring_size, words):

@@ -122,7 +122,7 @@ def test_whole_schedules_play_out(plan, seed):
     mask, length, size, layout = plan
     schedules = schedule_all(mask, length, size, layout)
     forward, backward = [s.forward for s in schedules], [s.backward for s in schedules]
-    tokens = schedules[0].tokens
+    tokens = schedules[0].travelling_tokens
     play(forward, list(map(steps_with_tiles, forward)), tokens, backward=False, seed=seed)
     own = play(backward, list(map(steps_with_tiles, backward)), tokens, backward=True, seed=seed)
     partition, dense = Partition(length, size, layout), mask.as_array(length)

@@ -32,7 +32,12 @@ def make(mask=MASK, length=LENGTH, size=4, layout=None):
 
 def arrays(schedule):
     one = (schedule.forward, schedule.backward)
-    return [schedule.tokens, *(a for p in one for a in (p.steps, p.messages, p.tiles, p.tile_offsets))]
+    return [
+        schedule.tokens,
+        schedule.key_tokens,
+        schedule.travelling,
+        *(a for p in one for a in (p.steps, p.messages, p.tiles, p.tile_offsets)),
+    ]
 
 
 def test_equal_inputs_make_equal_schedules():

@@ -8,6 +8,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ringspun import Anchors, Band, Causal, Chunks, Contiguous, Documents, Full, Prefix, Striped, Window, Zigzag
+from ringspun.core import needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.partition import Partition
@@ -21,12 +22,16 @@ from tests.core.strategies import MixedSteps, Scattered
 LENGTH = 32
 
 
-def times_computed(queries, keys, tiles_by_rank):
-    """How often each global pair is in a tile: ``tiles_by_rank`` yields (rank, source, tile)."""
+def times_computed(queries, keys, tiles_by_rank, on_their_way=None):
+    """How often each global pair is in a tile: ``tiles_by_rank`` yields (rank, source, tile).
+
+    `on_their_way` gives the rows of a block that is not the rank's own; without it blocks travel whole.
+    """
     times = np.zeros((queries.seq_len, keys.seq_len), int)
     for rank, source, (b0, b1, q0, q1, k0, k1, lo, hi) in tiles_by_rank:
         assert (b0, b1) == (0, -1)
-        q, k = queries.positions(rank)[q0:q1], keys.positions(source)[k0:k1]
+        rows = slice(None) if on_their_way is None or source == rank else on_their_way(source)
+        q, k = queries.positions(rank)[q0:q1], keys.positions(source)[rows][k0:k1]
         assert len(q) == q1 - q0 > 0 and len(k) == k1 - k0 > 0, "a tile reaches beyond the rows of its rank"
         behind = np.arange(q0, q1)[:, None] - np.arange(k0, k1)[None, :]
         times[np.ix_(q, k)] += (lo <= behind) & (behind <= hi)
@@ -60,9 +65,33 @@ def test_every_allowed_pair_is_computed_exactly_once_at_the_right_step(plan):
             for step in range(len(one))
             for tile in one.tiles_of(step)
         ]
-        np.testing.assert_array_equal(times_computed(partition, partition, tiles), mask.as_array(length))
+        computed = times_computed(partition, partition, tiles, schedules[0].travelling_rows)
+        np.testing.assert_array_equal(computed, mask.as_array(length))
         assert sum(int(one.pairs.sum()) for one in passes) == mask.as_array(length).sum()
         assert all(tl.count_pairs(one.tiles).all() for one in passes), "a tile without pairs"
+
+
+@given(plans())
+def test_rows_that_travel_are_those_that_another_rank_needs(plan):
+    mask, length, size, layout = plan
+    partition = Partition(length, size, layout)
+    dense, held = mask.as_array(length), [partition.positions(r) for r in range(size)]
+    travelling = needs.travelling(partition, partition, mask.regions(length, length))
+    for owner, mine in enumerate(held):
+        others = np.concatenate([np.zeros(0, int), *(held[r] for r in range(size) if r != owner)])
+        wanted = dense[np.ix_(others, mine)].any(axis=0)
+        rows = travelling[travelling[:, needs.OWNER] == owner, needs.ROW0 :]
+        assert [i for a, b in rows for i in range(a, b)] == np.flatnonzero(wanted).tolist()
+        assert (rows[1:, 0] > rows[:-1, 1]).all(), "neighbouring rows are one range"
+
+
+def test_rows_that_travel_on_two_sides_and_for_several_masks():
+    queries, keys = Partition(9, 3, Zigzag()), Partition(20, 3, Contiguous())
+    tables = [needs.travelling(queries, keys, rg.rectangle(0, 9, k, k + 2)) for k in (1, 3, 12)]
+    assert needs.unite(tables).tolist() == [[0, 1, 5], [1, 5, 7]]
+    assert needs.count(needs.unite(tables), 3).tolist() == [4, 2, 0]
+    alone = needs.travelling(Partition(9, 1, Zigzag()), Partition(20, 1, Zigzag()), rg.rectangle(0, 9, 0, 20))
+    assert len(alone) == 0
 
 
 @given(plans())
@@ -70,7 +99,7 @@ def test_meetings_are_the_ranks_that_share_a_pair(plan):
     mask, length, size, layout = plan
     partition = Partition(length, size, layout)
     met = np.zeros((size, size), bool)
-    met[tuple(tl.meetings(partition, partition, mask.regions(length, length)).T)] = True
+    met[tuple(needs.meetings(partition, partition, mask.regions(length, length)).T)] = True
     dense, held = mask.as_array(length), [partition.positions(r) for r in range(size)]
     np.testing.assert_array_equal(met, [[dense[np.ix_(a, b)].any() for b in held] for a in held])
 
@@ -90,7 +119,7 @@ def test_queries_and_keys_may_be_dealt_differently(case):
     regions = mask.regions(queries.seq_len, keys.seq_len)
     times = times_computed(queries, keys, built(queries, keys, regions))
     np.testing.assert_array_equal(times, mask.as_array(queries.seq_len, keys.seq_len))
-    met = set(map(tuple, tl.meetings(queries, keys, regions).tolist()))
+    met = set(map(tuple, needs.meetings(queries, keys, regions).tolist()))
     assert met == {(r, s) for r, s, _ in built(queries, keys, regions)}
 
 
@@ -114,7 +143,7 @@ def test_runs_that_meet_without_a_common_step_are_refused_and_never_lost(mask, s
     partition = Partition(12, size, MixedSteps())
     regions = mask.regions(12, 12)
     try:
-        tl.meetings(partition, partition, regions)
+        needs.meetings(partition, partition, regions)
     except PlanError:
         with pytest.raises(PlanError):
             list(built(partition, partition, regions))
@@ -134,7 +163,7 @@ def test_differing_steps_name_steps_and_layouts():
     queries, keys = Partition(12, 3, Striped()), Partition(12, 3, Contiguous())
     for call in (
         lambda: tl.build(queries, keys, Causal().regions(12, 12), 0),
-        lambda: tl.meetings(queries, keys, Causal().regions(12, 12)),
+        lambda: needs.meetings(queries, keys, Causal().regions(12, 12)),
     ):
         with pytest.raises(
             PlanError,
@@ -237,14 +266,14 @@ def test_work_in_chunks_is_the_same_work(monkeypatch, chunk):
     for layout in (Zigzag(), Striped(), Scattered(3, 2)):
         partition, regions = Partition(length, 4, layout), mask.regions(length, length)
         whole = [tl.build(partition, partition, regions, r) for r in range(4)]
-        met = set(map(tuple, tl.meetings(partition, partition, regions).tolist()))
+        met = set(map(tuple, needs.meetings(partition, partition, regions).tolist()))
         with monkeypatch.context() as patch:
             patch.setattr(tl, "CHUNK", chunk)
             for rank, (tiles, source) in enumerate(whole):
                 again, its_source = tl.build(partition, partition, regions, rank)
                 np.testing.assert_array_equal(again, tiles)
                 np.testing.assert_array_equal(its_source, source)
-            assert set(map(tuple, tl.meetings(partition, partition, regions).tolist())) == met
+            assert set(map(tuple, needs.meetings(partition, partition, regions).tolist())) == met
 
 
 @pytest.mark.parametrize(("row_gap", "column_gap", "left"), [(0, 0, 1), (1, 0, 4), (0, 1, 5), (1, 1, 20)])
@@ -281,11 +310,11 @@ def test_too_many_meetings_of_stripes_are_taken_for_all(monkeypatch):
     """Nobody misses a block that it needs; some get one that they do not."""
     docs = Documents([2] * 16)
     partition, regions = Partition(32, 4, Striped()), docs.regions(32, 32)
-    exact = set(map(tuple, tl.meetings(partition, partition, regions).tolist()))
+    exact = set(map(tuple, needs.meetings(partition, partition, regions).tolist()))
     assert len(exact) < 16
     with monkeypatch.context() as patch:
-        patch.setattr(tl, "MANY_MEETINGS", 10)
-        assert sorted(map(tuple, tl.meetings(partition, partition, regions).tolist())) == list(np.ndindex(4, 4))
+        patch.setattr(needs, "MANY_MEETINGS", 10)
+        assert sorted(map(tuple, needs.meetings(partition, partition, regions).tolist())) == list(np.ndindex(4, 4))
         schedules = Geometry(4, (0, 1, 2, 3), Striped(), Ring()).schedule(docs, 32)
         assert sum(int(s.forward.pairs.sum()) for s in schedules) == docs.as_array(32).sum()
         assert all(len(s.forward) == 4 for s in schedules)

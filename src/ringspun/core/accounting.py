@@ -91,7 +91,7 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     tensors = wire.itemsize * 2 * (q * widths + kv * widths)
     accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
     slots = {Payload.KV: 0, Payload.DKV: 0}
-    largest = int(schedule.key_tokens.max())
+    largest = int(schedule.travelling_tokens.max())
     for payload in slots:
         used = schedule.backward.messages[schedule.backward.messages[:, MessageColumn.PAYLOAD] == payload]
         names = np.unique(np.where(used[:, MessageColumn.SLOT] == OWN, 0, used[:, MessageColumn.SLOT]))

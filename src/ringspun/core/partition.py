@@ -15,6 +15,7 @@ from ringspun.core.mask import Documents, Mask
 from ringspun.errors import LayoutError
 
 LONGEST = 1 << 48
+LARGEST_RING = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Partition:
             raise LayoutError(f"seq_len must be an integer >= 0; got {self.seq_len!r}.")
         if self.seq_len > LONGEST:
             raise LayoutError(f"seq_len must be at most 2**48 tokens; got {self.seq_len}.")
-        if self.ring_size < 1:
-            raise LayoutError(f"ring_size must be at least 1; got {self.ring_size}.")
+        if not 1 <= self.ring_size <= LARGEST_RING:
+            raise LayoutError(f"ring_size must be from 1 to {LARGEST_RING}; got {self.ring_size}.")
         if not isinstance(self.documents, Documents | None):
             raise LayoutError(f"documents must be Documents or None; got {self.documents!r}. Write Documents(lengths).")
         if self.documents is not None:

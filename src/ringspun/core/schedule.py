@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspun.core import needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.layout.base import Layout
@@ -74,6 +75,8 @@ class Schedule:
 
     Args:
         ring_rank, ring_size: this rank's place. tokens, key_tokens: query rows and key rows of every rank ``[R]``.
+        travelling: the key rows that others need, all ranks' (`ringspun.core.needs`). A block on its way holds these
+            rows and no others, and tiles count its rows.
         mask: what is computed, in every batch row or per row.
         inputs: digest of all that the schedule was made from; equal on all ranks of a ring.
         forward, backward: the passes.
@@ -83,6 +86,7 @@ class Schedule:
     ring_size: int
     tokens: NDArray[np.int64]
     key_tokens: NDArray[np.int64]
+    travelling: needs.Travelling
     mask: Mask | RowMasks
     inputs: bytes
     forward: Pass
@@ -94,11 +98,23 @@ class Schedule:
         return int(self.tokens[self.ring_rank])
 
     @cached_property
+    def travelling_tokens(self) -> NDArray[np.int64]:
+        """Rows of every rank's block on its way ``[R]``."""
+        return needs.count(self.travelling, self.ring_size)
+
+    def travelling_rows(self, ring_rank: int) -> slice | NDArray[np.int64]:
+        """Which of its own key rows a rank sends."""
+        mine = self.travelling[self.travelling[:, needs.OWNER] == ring_rank, needs.ROW0 :]
+        if len(mine) == 1:
+            return slice(*map(int, mine[0]))
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(*row) for row in mine)])
+
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes that stand for the whole schedule."""
         h = hashlib.blake2b(self.inputs, digest_size=32)
         h.update(np.array([self.ring_rank, self.ring_size, *self.tokens, *self.key_tokens], np.int64).tobytes())
-        for array in (*self.forward._arrays(), *self.backward._arrays()):
+        for array in (self.travelling, *self.forward._arrays(), *self.backward._arrays()):
             h.update(np.array(array.shape, np.int64).tobytes())
             h.update(np.ascontiguousarray(array).tobytes())
         return h.digest()
@@ -236,10 +252,13 @@ def compile_schedules(
     mask = mask_of(mask)
     _check_rows(sides, mask)
     regions = [(_regions(one, sides), rows) for one, rows in _distinct(mask)]
-    needs = np.concatenate([tl.meetings(sides.queries, sides.keys, table) for table, _ in regions])
-    bound = route.bind(needs, sides.keys.tokens)
+    both = sides.queries, sides.keys
+    travelling = needs.unite([needs.travelling(*both, table) for table, _ in regions])
+    travelling.setflags(write=False)
+    met = np.concatenate([needs.meetings(*both, table) for table, _ in regions])
+    bound = route.bind(met, needs.count(travelling, sides.keys.ring_size))
     inputs = input_digest(sides, mask, route)
-    return tuple(_compile_one(sides, mask, regions, bound, rank, inputs) for rank in ring_ranks)
+    return tuple(_compile_one(sides, mask, regions, travelling, bound, rank, inputs) for rank in ring_ranks)
 
 
 BatchRows = list[tuple[int, int]]
@@ -266,6 +285,7 @@ def _compile_one(
     sides: Sides,
     mask: Mask | RowMasks,
     regions: Sequence[tuple[rg.Table, BatchRows]],
+    travelling: needs.Travelling,
     route: BoundRoute,
     ring_rank: int,
     inputs: bytes,
@@ -273,6 +293,7 @@ def _compile_one(
     tables, sources = [], []
     for table, batch_rows in regions:
         tiles, source = tl.build(sides.queries, sides.keys, table, ring_rank)
+        needs.number_anew(tiles, source, source != ring_rank, travelling)
         for b0, b1 in batch_rows:
             tables.append(tiles.copy())
             tables[-1][:, tl.B0], tables[-1][:, tl.B1] = b0, b1
@@ -281,7 +302,7 @@ def _compile_one(
     forward = _attach(route.forward(ring_rank), together, source)
     backward = _attach(route.backward(ring_rank), together, source)
     size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
-    return Schedule(ring_rank, size, queries, keys, mask, inputs, forward, backward)
+    return Schedule(ring_rank, size, queries, keys, travelling, mask, inputs, forward, backward)
 
 
 def _attach(legs: Legs, tiles: tl.Tiles, source: NDArray[np.int64]) -> Pass:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
-from ringspun.core.layout.base import RANK, START, STEP, STOP
+from ringspun.core.layout.base import RANK, START, STOP
 from ringspun.core.partition import Partition
 from ringspun.errors import PlanError, RingspunWarning
 
@@ -26,7 +26,6 @@ REGION = slice(Q0, HI + 1)
 """The columns of a tile that are a region in local rows."""
 MANY_TILES = 1_000_000
 """From so many tiles on a rank is warned, and they are no longer coalesced."""
-MANY_MEETINGS = 20_000_000
 CHUNK = 4_000_000
 
 
@@ -49,8 +48,8 @@ def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
         PlanError: query and key runs that meet have different steps.
     """
     mine = np.flatnonzero(queries.runs[:, RANK] == ring_rank)
-    clipped, q_run = _clip_to_runs(queries, mine, regions)
-    by_start, first, last = _key_run_range(keys, clipped)
+    clipped, q_run = clip_to_runs(queries, mine, regions)
+    by_start, first, last = key_run_range(keys, clipped)
     total = int((last - first).sum())
     if total > MANY_TILES:
         warnings.warn(
@@ -60,50 +59,17 @@ def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
             stacklevel=2,
         )
     tiles, sources = [], []
-    for part in _chunks(last - first):
-        of_region, place = _expand(first[part], last[part])
+    for part in chunks(last - first):
+        of_region, place = expand(first[part], last[part])
         k_run = by_start[place]
-        local, kept = _to_local(queries, keys, clipped[part][of_region], q_run[part][of_region], k_run)
+        local, kept = to_local(queries, keys, clipped[part][of_region], q_run[part][of_region], k_run)
         tiles.append(local)
         sources.append(keys.runs[k_run[kept], RANK])
     table, source = np.concatenate(tiles), np.concatenate(sources)
     return _coalesce(table, source) if total <= MANY_TILES else _sorted(table, source)
 
 
-def meetings(queries: Partition, keys: Partition, regions: rg.Table) -> NDArray[np.int64]:
-    """All ``(i, j)`` such that some query of rank i may see some key of rank j, ``[n, 2]``; pairs may repeat.
-
-    Exact, but for runs with steps (striped layouts) that meet in more than `MANY_MEETINGS` places: there everybody is
-    taken to need everybody, which is nearly always so and costs at most messages that are not needed.
-    """
-    clipped, q_run = _clip_to_runs(queries, np.arange(len(queries.runs)), regions)
-    by_start, first, last = _key_run_range(keys, clipped)
-    q_rank, k_rank = queries.runs[:, RANK], keys.runs[:, RANK]
-    if (queries.runs[:, STEP] == 1).all() and (keys.runs[:, STEP] == 1).all():
-        # a tight region holds a pair for each key of its range, so every run that overlaps it is met
-        span = len(by_start) + 1
-        if int((last - first).sum()) < queries.ring_size * span // 4:
-            of_region, place = _expand(first, last)
-            return np.stack([q_rank[q_run[of_region]], k_rank[by_start[place]]], axis=1)
-        edges = np.zeros(queries.ring_size * span, np.int32)
-        np.add.at(edges, q_rank[q_run] * span + first, 1)
-        np.add.at(edges, q_rank[q_run] * span + last, -1)
-        i, place = np.nonzero(np.cumsum(edges.reshape(-1, span), axis=1, dtype=np.int32)[:, :-1])
-        return np.stack([i, k_rank[by_start[place]]], axis=1)
-    if int((last - first).sum()) > MANY_MEETINGS:
-        everyone = np.indices((queries.ring_size, keys.ring_size)).reshape(2, -1)
-        return np.ascontiguousarray(everyone.T)
-    met = np.zeros((queries.ring_size, keys.ring_size), np.bool_)
-    for part in _chunks(last - first):
-        of_region, place = _expand(first[part], last[part])
-        k_run = by_start[place]
-        q = q_run[part][of_region]
-        _, kept = _to_local(queries, keys, clipped[part][of_region], q, k_run)
-        met[q_rank[q[kept]], k_rank[k_run[kept]]] = True
-    return np.stack(np.nonzero(met), axis=1)
-
-
-def _chunks(sizes: NDArray[np.int64]) -> list[slice]:
+def chunks(sizes: NDArray[np.int64]) -> list[slice]:
     """Slices of consecutive entries whose sizes sum to at most about `CHUNK` each, so that memory stays bounded."""
     ends = np.cumsum(sizes)
     if len(ends) == 0 or ends[-1] <= CHUNK:
@@ -113,16 +79,14 @@ def _chunks(sizes: NDArray[np.int64]) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
-def _clip_to_runs(
-    queries: Partition, which: NDArray[np.int64], regions: rg.Table
-) -> tuple[rg.Table, NDArray[np.int64]]:
+def clip_to_runs(queries: Partition, which: NDArray[np.int64], regions: rg.Table) -> tuple[rg.Table, NDArray[np.int64]]:
     """Regions cut to the span of each query run: ``(regions [n, 6], query run of each [n])``."""
     starts, stops = queries.runs[which, START], queries.runs[which, STOP]
     ordered = regions[np.argsort(regions[:, rg.Q0], kind="stable")]
     reach = np.maximum.accumulate(ordered[:, rg.Q1]) if len(ordered) else ordered[:, rg.Q1]
     first = np.searchsorted(reach, starts, side="right")
     last = np.searchsorted(ordered[:, rg.Q0], stops, side="left")
-    of_run, region = _expand(first, np.maximum(first, last))
+    of_run, region = expand(first, np.maximum(first, last))
     clipped = ordered[region]
     np.maximum(clipped[:, rg.Q0], starts[of_run], out=clipped[:, rg.Q0])
     np.minimum(clipped[:, rg.Q1], stops[of_run], out=clipped[:, rg.Q1])
@@ -130,9 +94,7 @@ def _clip_to_runs(
     return clipped[kept], which[of_run[kept]]
 
 
-def _key_run_range(
-    keys: Partition, clipped: rg.Table
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def key_run_range(keys: Partition, clipped: rg.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Key runs in order of their start, and for each region the range of that order that may meet it."""
     by_start = np.argsort(keys.runs[:, START], kind="stable")
     reach = np.maximum.accumulate(keys.runs[by_start, STOP]) if len(by_start) else by_start
@@ -141,7 +103,7 @@ def _key_run_range(
     return by_start, first, np.maximum(first, last)
 
 
-def _expand(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def expand(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """All (i, x) with first[i] <= x < last[i], as two flat arrays."""
     sizes = last - first
     owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -149,7 +111,7 @@ def _expand(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[
     return owner, np.repeat(first, sizes) + within
 
 
-def _to_local(
+def to_local(
     queries: Partition,
     keys: Partition,
     rows: rg.Table,

@@ -225,7 +225,8 @@ class Plan:
 
         @lru_cache(maxsize=1)
         def keys(rank: int) -> Tensor:
-            return torch.from_numpy(self._sides.keys.positions(rank)).to(q.device)
+            rows = slice(None) if rank == ring_rank else self.schedule.travelling_rows(rank)
+            return torch.from_numpy(self._sides.keys.positions(rank)[rows]).to(q.device)
 
         own = torch.from_numpy(self._sides.queries.positions(ring_rank)).to(q.device)
         return RankBias(rule, values.to(accumulator_dtype(q.dtype)), own, keys)

@@ -110,6 +110,8 @@ class _Mail:
         self._job, self._pass, self._own = job, one, own
         self._me = job.schedule.ring_rank
         self._device = own[0].device
+        rows = job.schedule.travelling_rows(self._me)
+        self._travelling = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
         self._slots = {
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
             for key, rows in _slot_rows(one).items()
@@ -178,13 +180,13 @@ class _Mail:
         if row[StepColumn.HOME_SLOT] == NONE:
             return
         for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), self._me), strict=True):
-            mine += theirs
+            mine[:, :, self._travelling] += theirs
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
         return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
 
     def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
-        rows = int(self._job.schedule.key_tokens[source])
+        rows = int(self._job.schedule.travelling_tokens[source])
         dtype = self._own[0].dtype if payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
         buffer = self._buffer(payload, slot, rows)
         first, second = (
@@ -195,7 +197,7 @@ class _Mail:
 
     def _pack(self, buffer: Tensor, payload: Payload) -> None:
         for view, mine in zip(self._views(payload, 0, self._me), self._own, strict=True):
-            view.copy_(mine)
+            view.copy_(mine[:, :, self._travelling])
 
 
 def _slot_rows(one: Pass) -> dict[tuple[Payload, int], int]:

@@ -1,0 +1,147 @@
+"""Needs: which rank computes with whose keys, and which rows of them. What a route sends, and what it leaves out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspun.core import regions as rg
+from ringspun.core import tiles as tl
+from ringspun.core.layout.base import RANK, START, STEP, STOP
+from ringspun.core.partition import LONGEST, Partition
+
+MANY_MEETINGS = 20_000_000
+OWNER, ROW0, ROW1 = range(3)
+Travelling = NDArray[np.int64]
+"""Rows ``[n, 3]`` of (owner, first, one past the last), sorted, disjoint, never touching: key rows that some rank other
+than their owner needs."""
+
+_FAR = 2 * LONGEST
+"""More than any position: ``rank * _FAR + position`` orders by rank first."""
+
+
+def meetings(queries: Partition, keys: Partition, regions: rg.Table) -> NDArray[np.int64]:
+    """All ``(i, j)`` such that some query of rank i may see some key of rank j, ``[n, 2]``; pairs may repeat.
+
+    Exact, but for runs with steps (striped layouts) that meet in more than `MANY_MEETINGS` places: there everybody is
+    taken to need everybody, which is nearly always so and costs at most messages that are not needed.
+    """
+    clipped, q_run = tl.clip_to_runs(queries, np.arange(len(queries.runs)), regions)
+    by_start, first, last = tl.key_run_range(keys, clipped)
+    q_rank, k_rank = queries.runs[:, RANK], keys.runs[:, RANK]
+    if (queries.runs[:, STEP] == 1).all() and (keys.runs[:, STEP] == 1).all():
+        # a tight region holds a pair for each key of its range, so every run that overlaps it is met
+        span = len(by_start) + 1
+        if int((last - first).sum()) < queries.ring_size * span // 4:
+            of_region, place = tl.expand(first, last)
+            return np.stack([q_rank[q_run[of_region]], k_rank[by_start[place]]], axis=1)
+        edges = np.zeros(queries.ring_size * span, np.int32)
+        np.add.at(edges, q_rank[q_run] * span + first, 1)
+        np.add.at(edges, q_rank[q_run] * span + last, -1)
+        i, place = np.nonzero(np.cumsum(edges.reshape(-1, span), axis=1, dtype=np.int32)[:, :-1])
+        return np.stack([i, k_rank[by_start[place]]], axis=1)
+    if int((last - first).sum()) > MANY_MEETINGS:
+        everyone = np.indices((queries.ring_size, keys.ring_size)).reshape(2, -1)
+        return np.ascontiguousarray(everyone.T)
+    met = np.zeros((queries.ring_size, keys.ring_size), np.bool_)
+    for part in tl.chunks(last - first):
+        of_region, place = tl.expand(first[part], last[part])
+        k_run = by_start[place]
+        q = q_run[part][of_region]
+        _, kept = tl.to_local(queries, keys, clipped[part][of_region], q, k_run)
+        met[q_rank[q[kept]], k_rank[k_run[kept]]] = True
+    return np.stack(np.nonzero(met), axis=1)
+
+
+def travelling(queries: Partition, keys: Partition, regions: rg.Table) -> Travelling:
+    """The key rows that travel, in local row numbers; all, where `meetings` takes everybody to need everybody."""
+    clipped, q_run = tl.clip_to_runs(queries, np.arange(len(queries.runs)), regions)
+    rank = queries.runs[q_run, RANK]
+    if (queries.runs[:, STEP] == 1).all() and (keys.runs[:, STEP] == 1).all():
+        return _by_positions(keys, rank, clipped)
+    by_start, first, last = tl.key_run_range(keys, clipped)
+    if int((last - first).sum()) > MANY_MEETINGS:
+        return whole(keys.tokens)
+    found = [np.zeros((0, 3), np.int64)]
+    for part in tl.chunks(last - first):
+        of_region, place = tl.expand(first[part], last[part])
+        k_run, q = by_start[place], q_run[part][of_region]
+        local, kept = tl.to_local(queries, keys, clipped[part][of_region], q, k_run)
+        owner = keys.runs[k_run[kept], RANK]
+        away = owner != queries.runs[q[kept], RANK]
+        found.append(unite([np.stack([owner, local[:, tl.K0], local[:, tl.K1]], axis=1)[away]]))
+    return unite(found)
+
+
+def whole(tokens: NDArray[np.int64]) -> Travelling:
+    """Every row of every rank."""
+    ranks = np.flatnonzero(tokens)
+    return np.stack([ranks, np.zeros_like(ranks), tokens[ranks]], axis=1)
+
+
+def count(travelling: Travelling, ring_size: int) -> NDArray[np.int64]:
+    """Rows of every rank that travel ``[R]``."""
+    rows = travelling[:, ROW1] - travelling[:, ROW0]
+    return np.bincount(travelling[:, OWNER], rows, ring_size).astype(np.int64)
+
+
+def number_anew(tiles: tl.Tiles, source: NDArray[np.int64], away: NDArray[np.bool_], travelling: Travelling) -> None:
+    """Count the key rows of the tiles `away` among the rows that travel instead of all of their owner; in place.
+
+    The keys of a tile are all needed, so they lie next to each other in the block that travels too.
+    """
+    rows = travelling[:, ROW1] - travelling[:, ROW0]
+    begin = np.cumsum(rows) - rows
+    owner_begin = begin[np.searchsorted(travelling[:, OWNER], travelling[:, OWNER])]
+    start = travelling[:, OWNER] * _FAR + travelling[:, ROW0]
+    place = np.searchsorted(start, source[away] * _FAR + tiles[away, tl.K0], side="right") - 1
+    shift = (begin - owner_begin - travelling[:, ROW0])[place]
+    tiles[away] += shift[:, None] * _KEY_SHIFT
+
+
+_KEY_SHIFT = np.zeros(8, np.int64)
+_KEY_SHIFT[[tl.K0, tl.K1]], _KEY_SHIFT[[tl.LO, tl.HI]] = 1, -1
+
+
+def unite(tables: list[Travelling]) -> Travelling:
+    """Rows that are in any of the tables."""
+    rows = np.concatenate(tables)
+    first, last = _union(rows[:, OWNER] * _FAR + rows[:, ROW0], rows[:, OWNER] * _FAR + rows[:, ROW1])
+    owner = first // _FAR
+    return np.stack([owner, first - owner * _FAR, last - owner * _FAR], axis=1)
+
+
+def _by_positions(keys: Partition, rank: NDArray[np.int64], clipped: rg.Table) -> Travelling:
+    """For runs without steps: count at each position the ranks that need it, the one that holds it left out.
+
+    A tight region holds a pair for each key of its range, so the union of the ranges is what a rank needs.
+    """
+    runs = keys.runs
+    need0, need1 = _union(rank * _FAR + clipped[:, rg.K0], rank * _FAR + clipped[:, rg.K1])
+    order = np.lexsort((runs[:, START], runs[:, RANK]))
+    own0, own1 = (runs[order, RANK] * _FAR + runs[order, c] for c in (START, STOP))
+    of_need, run = tl.expand(np.searchsorted(own1, need0, side="right"), np.searchsorted(own0, need1, side="left"))
+    held0, held1 = np.maximum(need0[of_need], own0[run]), np.minimum(need1[of_need], own1[run])
+    at = np.concatenate([need0, held1, need1, held0]) % _FAR
+    change = np.repeat([1, -1], [len(need0) + len(held0), len(need0) + len(held0)])
+    order = np.argsort(at, kind="stable")
+    at, wanted = at[order], np.cumsum(change[order]) > 0
+    x0, x1 = _union(at[:-1][wanted[:-1]], at[1:][wanted[:-1]])
+    by_start = np.argsort(runs[:, START], kind="stable")
+    starts, stops = runs[by_start, START], runs[by_start, STOP]
+    piece, place = tl.expand(np.searchsorted(stops, x0, side="right"), np.searchsorted(starts, x1, side="left"))
+    run = by_start[place]
+    shift = keys.run_offsets[run] - runs[run, START]
+    row0, row1 = np.maximum(x0[piece], runs[run, START]) + shift, np.minimum(x1[piece], runs[run, STOP]) + shift
+    return unite([np.stack([runs[run, RANK], row0, row1], axis=1)])
+
+
+def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The union of intervals, as sorted disjoint ones that do not touch."""
+    real = first < last
+    order = np.argsort(first[real], kind="stable")
+    first, last = first[real][order], last[real][order]
+    reach = np.maximum.accumulate(last)
+    new = np.append(True, first[1:] > reach[:-1])[: len(first)]
+    ends = np.append(new[1:], True)[: len(first)]
+    return first[new], reach[ends]
