@@ -70,14 +70,21 @@ def test_bytes_of_a_cut_ring_by_peer():
         assert backward.sent_bytes == forward.sent_bytes | ({r - 1: message(DOUBLE, 5, 8)} if r > 0 else {})
 
 
+def per_step(schedules):
+    forward, backward = imbalance([s.forward for s in schedules]), imbalance([s.backward for s in schedules])
+    np.testing.assert_array_equal(backward[: len(forward)], forward)
+    assert (backward[len(forward) :] == 1).all()
+    return forward
+
+
 def test_imbalance_per_step():
     even = make(Causal(), 32, 4, Zigzag())
-    np.testing.assert_array_equal(imbalance(even), 1.0)
+    np.testing.assert_array_equal(per_step(even), 1.0)
     uneven = make(Causal(), 32, 4, Contiguous())  # 36 pairs each, then 64 on 3, 2, 1 of the 4 ranks
-    np.testing.assert_allclose(imbalance(uneven), [1, 4 / 3, 2, 4])
+    np.testing.assert_allclose(per_step(uneven), [1, 4 / 3, 2, 4])
     idle = make(Documents([4], starts=[8]), 16, 2, Contiguous())
-    np.testing.assert_allclose(imbalance(idle), [2])
-    np.testing.assert_array_equal(imbalance(make(Documents([]), 16, 2, Contiguous())), [1])
+    np.testing.assert_allclose(per_step(idle), [2])
+    np.testing.assert_array_equal(per_step(make(Documents([]), 16, 2, Contiguous())), [1])
 
 
 def test_sources():

@@ -55,9 +55,10 @@ def account(one: Pass, wire: Format, *, backward: bool) -> Account:
     return Account(pairs, flops, len(sends), sent, len(np.unique(blocks[:, MessageColumn.STEP])))
 
 
-def imbalance(schedules: Sequence[Schedule]) -> NDArray[np.float64]:
-    """Largest over mean number of pairs among the ranks, per step; 1 where nobody computes. What a clock would feel."""
-    pairs = np.stack([s.forward.pairs for s in schedules]).astype(np.float64)
+def imbalance(passes: Sequence[Pass]) -> NDArray[np.float64]:
+    """Largest over mean number of pairs among all ranks' passes, per step; 1 where nobody computes. What a clock would
+    feel."""
+    pairs = np.stack([one.pairs for one in passes]).astype(np.float64)
     mean = pairs.mean(axis=0)
     return np.where(mean > 0, pairs.max(axis=0) / np.where(mean > 0, mean, 1), 1.0)
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
-from ringspun.core.schedule import Schedule
+from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.core.wire import Format
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs, ring, sharding
 from ringspun.torch.bias import Bias, RankBias, Rule
 from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.explain import Explanation, explain
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.ops import REGISTRY, Grads, attention_op
@@ -155,18 +156,57 @@ class Plan:
         try:
             inputs.refuse(refused or {})
             q, k, v = inputs.autocast(q, k, v)
-            batch = len(self._mask) if isinstance(self._mask, RowMasks) else None
-            inputs.check_tensors(self._context.driver, self._rows, batch, q, k, v)
-            scale = inputs.checked_scale(asked.scale, q.shape[-1])
-            softcap = inputs.checked_softcap(asked.softcap)
-            rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
-            choose(_call(q, k, v, scale, softcap, rule), asked.kernel)
+            rule, values, call = self._checked(q, k, v, asked)
+            choose(call, asked.kernel)
             handle = self._handle(Options(asked.kernel, rule))
         except (RingspunError, TypeError, ValueError) as failure:
             self._fail(failure)
             raise
-        out, lse, _ = attention_op(q, k, v, asked.sinks, values, handle, scale, softcap)
+        out, lse, _ = attention_op(q, k, v, asked.sinks, values, handle, call.scale, call.softcap)
         return (out, lse) if return_lse else out
+
+    def _checked(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Rule | None, Tensor | None, Call]:
+        """The rule and tensor of a bias, and the facts of a call; raises what is wrong with its arguments."""
+        batch = len(self._mask) if isinstance(self._mask, RowMasks) else None
+        inputs.check_tensors(self._context.driver, self._rows, batch, q, k, v)
+        scale, softcap = inputs.checked_scale(asked.scale, q.shape[-1]), inputs.checked_softcap(asked.softcap)
+        rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
+        return rule, values, _call(q, k, v, scale, softcap, rule)
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Bias | None = None,
+        kernel: str | Kernel | None = None,
+        ring_rank: int | None = None,
+    ) -> Explanation:
+        """What `attention` would do with the same arguments: kernel and why, tiles, hops, bytes, balance per step.
+
+        Local: nothing is computed or sent. ``print(plan.explain(q, k, v))``.
+
+        Args:
+            ring_rank: whose part; default this process's (a loopback's first). Others as in `attention`.
+        """
+        asked = Asked(scale, softcap, sinks, bias, kernel)
+        q, k, v = inputs.autocast(q, k, v)
+        _, _, call = self._checked(q, k, v, asked)
+        chosen = self.schedule.ring_rank if ring_rank is None else ring_rank
+        if not 0 <= chosen < self._context.ring_size:
+            raise PlanError(f"ring_rank must be from 0 to {self._context.ring_size - 1}; got {ring_rank}.")
+        words = f"{str(self._mask)[:60]} over {self._sides.queries.seq_len:,} tokens, {self._sides.queries.layout}"
+        return explain(words, self._everybody[chosen], self._everybody, _wire(q, k, v), call, kernel)
+
+    @cached_property
+    def _everybody(self) -> tuple[Schedule, ...]:
+        """The schedules of all ranks."""
+        ranks = range(self._context.ring_size)
+        return compile_schedules(self._sides, self._mask, self._context.geometry.route, ranks)
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 

@@ -11,20 +11,23 @@ KERNELS: tuple[Kernel, ...] = (AtenCpu(), Eager())
 """In order of preference."""
 
 
+def verdicts(call: Call, wanted: str | Kernel | None = None) -> list[tuple[str, str | None]]:
+    """What every candidate says of `call`, in order of preference: its name, and why it refuses (None: it does not).
+
+    Raises:
+        KernelRefused: an unknown name.
+    """
+    return [(kernel.name, kernel.refuses(call)) for kernel in _candidates(wanted)]
+
+
 def choose(call: Call, wanted: str | Kernel | None = None) -> Kernel:
     """The first kernel that does not refuse `call`, or the one named.
 
     Raises:
         KernelRefused: an unknown name, or every candidate refuses; the message gives each reason.
     """
-    if isinstance(wanted, Kernel):
-        candidates: tuple[Kernel, ...] = (wanted,)
-    else:
-        candidates = tuple(k for k in KERNELS if wanted in (None, "auto", k.name))
-    if not candidates:
-        raise KernelRefused(f"kernel must be one of {', '.join(k.name for k in KERNELS)}; got {wanted!r}.")
     reasons = []
-    for kernel in candidates:
+    for kernel in _candidates(wanted):
         reason = kernel.refuses(call)
         if reason is None:
             return kernel
@@ -32,4 +35,13 @@ def choose(call: Call, wanted: str | Kernel | None = None) -> Kernel:
     raise KernelRefused("kernel must be able to do this call; all refuse: " + "; ".join(reasons) + ".")
 
 
-__all__ = ["KERNELS", "AtenCpu", "Call", "Eager", "Kernel", "LoweredKernel", "choose"]
+def _candidates(wanted: str | Kernel | None) -> tuple[Kernel, ...]:
+    if isinstance(wanted, Kernel):
+        return (wanted,)
+    found = tuple(k for k in KERNELS if wanted in (None, "auto", k.name))
+    if not found:
+        raise KernelRefused(f"kernel must be one of {', '.join(k.name for k in KERNELS)}; got {wanted!r}.")
+    return found
+
+
+__all__ = ["KERNELS", "AtenCpu", "Call", "Eager", "Kernel", "LoweredKernel", "choose", "verdicts"]

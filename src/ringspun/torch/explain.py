@@ -1,0 +1,118 @@
+"""`Plan.explain`: what a call would do, counted from its schedule, before it does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringspun.core import accounting
+from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.wire import Format, Payload
+from ringspun.torch.kernels import Call, Kernel, verdicts
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one pass.
+
+    Args:
+        source: ring rank that owns the keys. tiles: of this rank. pairs: allowed ones, one head (and one batch row,
+            unless rows have their own masks). imbalance: most over mean pairs among all ranks, what a clock waits for.
+        sent_bytes, received_bytes: posted at this step, headers included.
+    """
+
+    source: int
+    tiles: int
+    pairs: int
+    imbalance: float
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one rank does in a call; `str` is a page to read.
+
+    Args:
+        plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
+        forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
+        peak: bytes alive at once, itemised.
+    """
+
+    plan: str
+    ring_rank: int
+    kernel: str | None
+    refusals: dict[str, str]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    flops: tuple[int, int]
+    hops: int
+    peak: accounting.Memory
+
+    def __str__(self) -> str:
+        chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
+        why = "".join(f"\n  not {name}: {reason}" for name, reason in self.refusals.items())
+        lines = [f"{self.plan}, as ring rank {self.ring_rank}", chosen + why]
+        for name, steps, flops in (
+            ("forward", self.forward, self.flops[0]),
+            ("backward", self.backward, self.flops[1]),
+        ):
+            lines.append(
+                f"{name}: {sum(s.tiles for s in steps)} tiles, {flops / 1e9:.3g} GFLOP, sends "
+                f"{_size(sum(s.sent_bytes for s in steps))}" + (f" in {self.hops} hops" if name == "forward" else "")
+            )
+            lines.append("  step  keys of  tiles        pairs  most/mean       sends    receives")
+            lines += [
+                f"  {i:4}  {s.source:7}  {s.tiles:5}  {s.pairs:11,}  {s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  "
+                f"{_size(s.received_bytes):>10}"
+                for i, s in enumerate(steps)
+            ]
+        lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")
+        return "\n".join(lines)
+
+
+def explain(plan: str, schedule: Schedule, everybody: tuple[Schedule, ...], wire: Format, call: Call,
+            wanted: str | Kernel | None) -> Explanation:  # fmt: skip
+    """See `Plan.explain`. `everybody`: the schedules of all ranks, for the balance."""
+    found = verdicts(call, wanted)
+    chosen = next((name for name, reason in found if reason is None), None)
+    forward, backward = (
+        _steps(getattr(schedule, name), [getattr(s, name) for s in everybody], wire) for name in ("forward", "backward")
+    )
+    counts = [
+        accounting.account(one, wire, backward=b) for one, b in ((schedule.forward, False), (schedule.backward, True))
+    ]
+    return Explanation(
+        plan,
+        schedule.ring_rank,
+        chosen,
+        {name: reason for name, reason in found if reason is not None},
+        forward,
+        backward,
+        (counts[0].flops, counts[1].flops),
+        counts[0].hops,
+        accounting.memory(schedule, wire),
+    )
+
+
+def _steps(one: Pass, everybody: list[Pass], wire: Format) -> tuple[Step, ...]:
+    balance = accounting.imbalance(everybody)
+    moved = {action: np.zeros(len(one), np.int64) for action in Action}
+    for m in one.messages:
+        rows = int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0])
+        n_bytes = wire.message_bytes(Payload(m[MessageColumn.PAYLOAD]), rows)
+        moved[Action(m[MessageColumn.ACTION])][m[MessageColumn.STEP]] += n_bytes
+    return tuple(
+        Step(int(source), len(one.tiles_of(i)), int(pairs), float(balance[i]), *(int(moved[a][i]) for a in Action))
+        for i, (source, pairs) in enumerate(zip(one.steps[:, StepColumn.SOURCE], one.pairs, strict=True))
+    )
+
+
+def _size(n_bytes: int) -> str:
+    size, units = float(n_bytes), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "GiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
