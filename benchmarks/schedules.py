@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from ringspun import Causal, Contiguous, Documents, Layout, Striped, Zigzag
-from ringspun.core.partition import Partition
+from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring
 from ringspun.core.schedule import compile_schedules
 
@@ -34,7 +34,7 @@ def one_rank(layout: Layout, repeats: int) -> float:
     for repeat in range(repeats):
         mask, rank = Causal() & documents(repeat), int(np.random.default_rng(repeat).integers(RANKS))
         start = time.perf_counter()
-        compile_schedules(Partition(SEQ_LEN, RANKS, layout), mask, Ring(), [rank])
+        compile_schedules(Sides(Partition(SEQ_LEN, RANKS, layout)), mask, Ring(), [rank])
         times.append(time.perf_counter() - start)
     return median(times)
 
@@ -43,7 +43,7 @@ def all_ranks(layout: Layout) -> float:
     """Seconds for all ranks at once."""
     mask = Causal() & documents(0)
     start = time.perf_counter()
-    compile_schedules(Partition(SEQ_LEN, RANKS, layout), mask, Ring(), range(RANKS))
+    compile_schedules(Sides(Partition(SEQ_LEN, RANKS, layout)), mask, Ring(), range(RANKS))
     return time.perf_counter() - start
 
 
@@ -53,7 +53,7 @@ def striped() -> dict[str, object]:
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (schedule,) = compile_schedules(Partition(SEQ_LEN, RANKS, Striped()), mask, Ring(), [0])
+        (schedule,) = compile_schedules(Sides(Partition(SEQ_LEN, RANKS, Striped())), mask, Ring(), [0])
     return {
         "seconds": time.perf_counter() - start,
         "tiles": len(schedule.forward.tiles),

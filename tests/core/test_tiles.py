@@ -8,9 +8,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ringspun import Anchors, Band, Causal, Chunks, Contiguous, Documents, Full, Prefix, Striped, Window, Zigzag
-from ringspun.core import needs
+from ringspun.core import cut, needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
+from ringspun.core.cut import Cut
 from ringspun.core.partition import Partition
 from ringspun.core.route import Ring
 from ringspun.core.route.base import StepColumn
@@ -40,7 +41,7 @@ def times_computed(queries, keys, tiles_by_rank, on_their_way=None):
 
 def built(queries, keys, regions):
     for rank in range(queries.ring_size):
-        tiles, source = tl.build(queries, keys, regions, rank)
+        tiles, source = tl.build(Cut(queries, keys, regions), rank)
         assert (np.diff(source) >= 0).all()
         yield from ((rank, s, tile) for s, tile in zip(source, tiles, strict=True))
 
@@ -76,7 +77,7 @@ def test_rows_that_travel_are_those_that_another_rank_needs(plan):
     mask, length, size, layout = plan
     partition = Partition(length, size, layout)
     dense, held = mask.as_array(length), [partition.positions(r) for r in range(size)]
-    travelling = needs.travelling(partition, partition, mask.regions(length, length))
+    travelling = needs.travelling(Cut(partition, partition, mask.regions(length, length)))
     for owner, mine in enumerate(held):
         others = np.concatenate([np.zeros(0, int), *(held[r] for r in range(size) if r != owner)])
         wanted = dense[np.ix_(others, mine)].any(axis=0)
@@ -87,10 +88,10 @@ def test_rows_that_travel_are_those_that_another_rank_needs(plan):
 
 def test_rows_that_travel_on_two_sides_and_for_several_masks():
     queries, keys = Partition(9, 3, Zigzag()), Partition(20, 3, Contiguous())
-    tables = [needs.travelling(queries, keys, rg.rectangle(0, 9, k, k + 2)) for k in (1, 3, 12)]
+    tables = [needs.travelling(Cut(queries, keys, rg.rectangle(0, 9, k, k + 2))) for k in (1, 3, 12)]
     assert needs.unite(tables).tolist() == [[0, 1, 5], [1, 5, 7]]
     assert needs.count(needs.unite(tables), 3).tolist() == [4, 2, 0]
-    alone = needs.travelling(Partition(9, 1, Zigzag()), Partition(20, 1, Zigzag()), rg.rectangle(0, 9, 0, 20))
+    alone = needs.travelling(Cut(Partition(9, 1, Zigzag()), Partition(20, 1, Zigzag()), rg.rectangle(0, 9, 0, 20)))
     assert len(alone) == 0
 
 
@@ -99,7 +100,7 @@ def test_meetings_are_the_ranks_that_share_a_pair(plan):
     mask, length, size, layout = plan
     partition = Partition(length, size, layout)
     met = np.zeros((size, size), bool)
-    met[tuple(needs.meetings(partition, partition, mask.regions(length, length)).T)] = True
+    met[tuple(needs.meetings(Cut(partition, partition, mask.regions(length, length))).T)] = True
     dense, held = mask.as_array(length), [partition.positions(r) for r in range(size)]
     np.testing.assert_array_equal(met, [[dense[np.ix_(a, b)].any() for b in held] for a in held])
 
@@ -119,7 +120,7 @@ def test_queries_and_keys_may_be_dealt_differently(case):
     regions = mask.regions(queries.seq_len, keys.seq_len)
     times = times_computed(queries, keys, built(queries, keys, regions))
     np.testing.assert_array_equal(times, mask.as_array(queries.seq_len, keys.seq_len))
-    met = set(map(tuple, needs.meetings(queries, keys, regions).tolist()))
+    met = set(map(tuple, needs.meetings(Cut(queries, keys, regions)).tolist()))
     assert met == {(r, s) for r, s, _ in built(queries, keys, regions)}
 
 
@@ -143,7 +144,7 @@ def test_runs_that_meet_without_a_common_step_are_refused_and_never_lost(mask, s
     partition = Partition(12, size, MixedSteps())
     regions = mask.regions(12, 12)
     try:
-        needs.meetings(partition, partition, regions)
+        needs.meetings(Cut(partition, partition, regions))
     except PlanError:
         with pytest.raises(PlanError):
             list(built(partition, partition, regions))
@@ -162,8 +163,8 @@ def test_mixed_steps_that_never_meet_run():
 def test_differing_steps_name_steps_and_layouts():
     queries, keys = Partition(12, 3, Striped()), Partition(12, 3, Contiguous())
     for call in (
-        lambda: tl.build(queries, keys, Causal().regions(12, 12), 0),
-        lambda: needs.meetings(queries, keys, Causal().regions(12, 12)),
+        lambda: tl.build(Cut(queries, keys, Causal().regions(12, 12)), 0),
+        lambda: needs.meetings(Cut(queries, keys, Causal().regions(12, 12))),
     ):
         with pytest.raises(
             PlanError,
@@ -265,15 +266,15 @@ def test_work_in_chunks_is_the_same_work(monkeypatch, chunk):
     mask, length = Causal() & (Window(9) | Anchors(2)) | Chunks(5), 60
     for layout in (Zigzag(), Striped(), Scattered(3, 2)):
         partition, regions = Partition(length, 4, layout), mask.regions(length, length)
-        whole = [tl.build(partition, partition, regions, r) for r in range(4)]
-        met = set(map(tuple, needs.meetings(partition, partition, regions).tolist()))
+        whole = [tl.build(Cut(partition, partition, regions), r) for r in range(4)]
+        met = set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist()))
         with monkeypatch.context() as patch:
-            patch.setattr(tl, "CHUNK", chunk)
+            patch.setattr(cut, "CHUNK", chunk)
             for rank, (tiles, source) in enumerate(whole):
-                again, its_source = tl.build(partition, partition, regions, rank)
+                again, its_source = tl.build(Cut(partition, partition, regions), rank)
                 np.testing.assert_array_equal(again, tiles)
                 np.testing.assert_array_equal(its_source, source)
-            assert set(map(tuple, needs.meetings(partition, partition, regions).tolist())) == met
+            assert set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist())) == met
 
 
 @pytest.mark.parametrize(("row_gap", "column_gap", "left"), [(0, 0, 1), (1, 0, 4), (0, 1, 5), (1, 1, 20)])
@@ -298,23 +299,23 @@ def test_too_many_tiles_warn_with_their_number_and_stay_exact(monkeypatch):
             RingspunWarning,
             match=rf"striped under this mask makes up to 64 tiles on ring rank {rank}; a layout that keeps",
         ):
-            tiles, source = tl.build(striped, striped, docs.regions(64, 64), rank)
+            tiles, source = tl.build(Cut(striped, striped, docs.regions(64, 64)), rank)
         np.testing.assert_array_equal(np.lexsort((tiles[:, tl.K0], tiles[:, tl.Q0], source)), np.arange(len(tiles)))
     with pytest.warns(RingspunWarning):
         times = times_computed(striped, striped, built(striped, striped, docs.regions(64, 64)))
     np.testing.assert_array_equal(times, docs.as_array(64))
-    tl.build(zigzag, zigzag, docs.regions(64, 64), 2)  # warnings are errors here
+    tl.build(Cut(zigzag, zigzag, docs.regions(64, 64)), 2)  # warnings are errors here
 
 
 def test_too_many_meetings_of_stripes_are_taken_for_all(monkeypatch):
     """Nobody misses a block that it needs; some get one that they do not."""
     docs = Documents([2] * 16)
     partition, regions = Partition(32, 4, Striped()), docs.regions(32, 32)
-    exact = set(map(tuple, needs.meetings(partition, partition, regions).tolist()))
+    exact = set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist()))
     assert len(exact) < 16
     with monkeypatch.context() as patch:
         patch.setattr(needs, "MANY_MEETINGS", 10)
-        assert sorted(map(tuple, needs.meetings(partition, partition, regions).tolist())) == list(np.ndindex(4, 4))
+        assert sorted(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist())) == list(np.ndindex(4, 4))
         schedules = Geometry(4, (0, 1, 2, 3), Striped(), Ring()).schedule(docs, 32)
         assert sum(int(s.forward.pairs.sum()) for s in schedules) == docs.as_array(32).sum()
         assert all(len(s.forward) == 4 for s in schedules)
@@ -362,7 +363,7 @@ def test_lowered_plans_are_three_kinds_and_the_same_pairs(plan):
     mask, length, size, layout = plan
     partition = Partition(length, size, layout)
     for rank in range(size):
-        tiles, source = tl.build(partition, partition, mask.regions(length, length), rank)
+        tiles, source = tl.build(Cut(partition, partition, mask.regions(length, length)), rank)
         for owner in np.unique(source):
             assert_lowered(tiles[source == owner], LENGTH)
 

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
-from ringspun.core.layout.base import RANK, START, STEP, STOP
-from ringspun.core.partition import LONGEST, Partition
+from ringspun.core.cut import Cut, expand
+from ringspun.core.layout.base import RANK, START, STOP
+from ringspun.core.partition import LONGEST
 
 MANY_MEETINGS = 20_000_000
 OWNER, ROW0, ROW1 = range(3)
@@ -20,56 +21,45 @@ _FAR = 2 * LONGEST
 """More than any position: ``rank * _FAR + position`` orders by rank first."""
 
 
-def meetings(queries: Partition, keys: Partition, regions: rg.Table) -> NDArray[np.int64]:
+def meetings(cut: Cut) -> NDArray[np.int64]:
     """All ``(i, j)`` such that some query of rank i may see some key of rank j, ``[n, 2]``; pairs may repeat.
 
     Exact, but for runs with steps (striped layouts) that meet in more than `MANY_MEETINGS` places: there everybody is
     taken to need everybody, which is nearly always so and costs at most messages that are not needed.
     """
-    clipped, q_run = tl.clip_to_runs(queries, np.arange(len(queries.runs)), regions)
-    by_start, first, last = tl.key_run_range(keys, clipped)
-    q_rank, k_rank = queries.runs[:, RANK], keys.runs[:, RANK]
-    if (queries.runs[:, STEP] == 1).all() and (keys.runs[:, STEP] == 1).all():
-        # a tight region holds a pair for each key of its range, so every run that overlaps it is met
-        span = len(by_start) + 1
-        if int((last - first).sum()) < queries.ring_size * span // 4:
-            of_region, place = tl.expand(first, last)
-            return np.stack([q_rank[q_run[of_region]], k_rank[by_start[place]]], axis=1)
-        edges = np.zeros(queries.ring_size * span, np.int32)
-        np.add.at(edges, q_rank[q_run] * span + first, 1)
-        np.add.at(edges, q_rank[q_run] * span + last, -1)
+    ring_size = cut.queries.ring_size
+    k_rank = cut.keys.runs[:, RANK]
+    if cut.without_steps:
+        first, last = cut.reach
+        span = len(cut.by_start) + 1
+        if cut.meetings() < ring_size * span // 4:
+            of_region, place = expand(first, last)
+            return np.stack([cut.q_rank[of_region], k_rank[cut.by_start[place]]], axis=1)
+        edges = np.zeros(ring_size * span, np.int32)
+        np.add.at(edges, cut.q_rank * span + first, 1)
+        np.add.at(edges, cut.q_rank * span + last, -1)
         i, place = np.nonzero(np.cumsum(edges.reshape(-1, span), axis=1, dtype=np.int32)[:, :-1])
-        return np.stack([i, k_rank[by_start[place]]], axis=1)
-    if int((last - first).sum()) > MANY_MEETINGS:
-        everyone = np.indices((queries.ring_size, keys.ring_size)).reshape(2, -1)
+        return np.stack([i, k_rank[cut.by_start[place]]], axis=1)
+    if cut.meetings() > MANY_MEETINGS:
+        everyone = np.indices((ring_size, ring_size)).reshape(2, -1)
         return np.ascontiguousarray(everyone.T)
-    met = np.zeros((queries.ring_size, keys.ring_size), np.bool_)
-    for part in tl.chunks(last - first):
-        of_region, place = tl.expand(first[part], last[part])
-        k_run = by_start[place]
-        q = q_run[part][of_region]
-        _, kept = tl.to_local(queries, keys, clipped[part][of_region], q, k_run)
-        met[q_rank[q[kept]], k_rank[k_run[kept]]] = True
+    met = np.zeros((ring_size, ring_size), np.bool_)
+    for _, q_run, k_run in cut.pieces():
+        met[cut.queries.runs[q_run, RANK], k_rank[k_run]] = True
     return np.stack(np.nonzero(met), axis=1)
 
 
-def travelling(queries: Partition, keys: Partition, regions: rg.Table) -> Travelling:
+def travelling(cut: Cut) -> Travelling:
     """The key rows that travel, in local row numbers; all, where `meetings` takes everybody to need everybody."""
-    clipped, q_run = tl.clip_to_runs(queries, np.arange(len(queries.runs)), regions)
-    rank = queries.runs[q_run, RANK]
-    if (queries.runs[:, STEP] == 1).all() and (keys.runs[:, STEP] == 1).all():
-        return _by_positions(keys, rank, clipped)
-    by_start, first, last = tl.key_run_range(keys, clipped)
-    if int((last - first).sum()) > MANY_MEETINGS:
-        return whole(keys.tokens)
+    if cut.without_steps:
+        return _by_positions(cut)
+    if cut.meetings() > MANY_MEETINGS:
+        return whole(cut.keys.tokens)
     found = [np.zeros((0, 3), np.int64)]
-    for part in tl.chunks(last - first):
-        of_region, place = tl.expand(first[part], last[part])
-        k_run, q = by_start[place], q_run[part][of_region]
-        local, kept = tl.to_local(queries, keys, clipped[part][of_region], q, k_run)
-        owner = keys.runs[k_run[kept], RANK]
-        away = owner != queries.runs[q[kept], RANK]
-        found.append(unite([np.stack([owner, local[:, tl.K0], local[:, tl.K1]], axis=1)[away]]))
+    for local, q_run, k_run in cut.pieces():
+        owner = cut.keys.runs[k_run, RANK]
+        away = owner != cut.queries.runs[q_run, RANK]
+        found.append(unite([np.stack([owner, local[:, rg.K0], local[:, rg.K1]], axis=1)[away]]))
     return unite(found)
 
 
@@ -111,27 +101,26 @@ def unite(tables: list[Travelling]) -> Travelling:
     return np.stack([owner, first - owner * _FAR, last - owner * _FAR], axis=1)
 
 
-def _by_positions(keys: Partition, rank: NDArray[np.int64], clipped: rg.Table) -> Travelling:
+def _by_positions(cut: Cut) -> Travelling:
     """For runs without steps: count at each position the ranks that need it, the one that holds it left out.
 
     A tight region holds a pair for each key of its range, so the union of the ranges is what a rank needs.
     """
-    runs = keys.runs
-    need0, need1 = _union(rank * _FAR + clipped[:, rg.K0], rank * _FAR + clipped[:, rg.K1])
+    runs, rank = cut.keys.runs, cut.q_rank * _FAR
+    need0, need1 = _union(rank + cut.clipped[:, rg.K0], rank + cut.clipped[:, rg.K1])
     order = np.lexsort((runs[:, START], runs[:, RANK]))
     own0, own1 = (runs[order, RANK] * _FAR + runs[order, c] for c in (START, STOP))
-    of_need, run = tl.expand(np.searchsorted(own1, need0, side="right"), np.searchsorted(own0, need1, side="left"))
+    of_need, run = expand(np.searchsorted(own1, need0, side="right"), np.searchsorted(own0, need1, side="left"))
     held0, held1 = np.maximum(need0[of_need], own0[run]), np.minimum(need1[of_need], own1[run])
     at = np.concatenate([need0, held1, need1, held0]) % _FAR
     change = np.repeat([1, -1], [len(need0) + len(held0), len(need0) + len(held0)])
     order = np.argsort(at, kind="stable")
     at, wanted = at[order], np.cumsum(change[order]) > 0
     x0, x1 = _union(at[:-1][wanted[:-1]], at[1:][wanted[:-1]])
-    by_start = np.argsort(runs[:, START], kind="stable")
-    starts, stops = runs[by_start, START], runs[by_start, STOP]
-    piece, place = tl.expand(np.searchsorted(stops, x0, side="right"), np.searchsorted(starts, x1, side="left"))
-    run = by_start[place]
-    shift = keys.run_offsets[run] - runs[run, START]
+    starts, stops = runs[cut.by_start, START], runs[cut.by_start, STOP]
+    piece, place = expand(np.searchsorted(stops, x0, side="right"), np.searchsorted(starts, x1, side="left"))
+    run = cut.by_start[place]
+    shift = cut.keys.run_offsets[run] - runs[run, START]
     row0, row1 = np.maximum(x0[piece], runs[run, START]) + shift, np.minimum(x1[piece], runs[run, STOP]) + shift
     return unite([np.stack([runs[run, RANK], row0, row1], axis=1)])
 

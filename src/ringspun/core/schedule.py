@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ringspun.core import needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
+from ringspun.core.cut import Cut
 from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
@@ -251,14 +252,13 @@ def compile_schedules(
     """
     mask = mask_of(mask)
     _check_rows(sides, mask)
-    regions = [(_regions(one, sides), rows) for one, rows in _distinct(mask)]
-    both = sides.queries, sides.keys
-    travelling = needs.unite([needs.travelling(*both, table) for table, _ in regions])
+    cuts = [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
+    travelling = needs.unite([needs.travelling(cut) for cut, _ in cuts])
     travelling.setflags(write=False)
-    met = np.concatenate([needs.meetings(*both, table) for table, _ in regions])
+    met = np.concatenate([needs.meetings(cut) for cut, _ in cuts])
     bound = route.bind(met, needs.count(travelling, sides.keys.ring_size))
     inputs = input_digest(sides, mask, route)
-    return tuple(_compile_one(sides, mask, regions, travelling, bound, rank, inputs) for rank in ring_ranks)
+    return tuple(_compile_one(sides, mask, cuts, travelling, bound, rank, inputs) for rank in ring_ranks)
 
 
 BatchRows = list[tuple[int, int]]
@@ -284,15 +284,15 @@ def _check_rows(sides: Sides, mask: Mask | RowMasks) -> None:
 def _compile_one(
     sides: Sides,
     mask: Mask | RowMasks,
-    regions: Sequence[tuple[rg.Table, BatchRows]],
+    cuts: Sequence[tuple[Cut, BatchRows]],
     travelling: needs.Travelling,
     route: BoundRoute,
     ring_rank: int,
     inputs: bytes,
 ) -> Schedule:
     tables, sources = [], []
-    for table, batch_rows in regions:
-        tiles, source = tl.build(sides.queries, sides.keys, table, ring_rank)
+    for cut, batch_rows in cuts:
+        tiles, source = tl.build(cut, ring_rank)
         needs.number_anew(tiles, source, source != ring_rank, travelling)
         for b0, b1 in batch_rows:
             tables.append(tiles.copy())

@@ -8,7 +8,6 @@ those that cannot.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from enum import IntEnum
 
@@ -16,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
-from ringspun.core.layout.base import RANK, START, STOP
-from ringspun.core.partition import Partition
-from ringspun.errors import PlanError, RingspunWarning
+from ringspun.core.cut import Cut
+from ringspun.core.layout.base import RANK
+from ringspun.errors import RingspunWarning
 
 Tiles = NDArray[np.int64]
 B0, B1, Q0, Q1, K0, K1, LO, HI = range(8)
@@ -26,7 +25,6 @@ REGION = slice(Q0, HI + 1)
 """The columns of a tile that are a region in local rows."""
 MANY_TILES = 1_000_000
 """From so many tiles on a rank is warned, and they are no longer coalesced."""
-CHUNK = 4_000_000
 
 
 def count_pairs(tiles: Tiles) -> NDArray[np.int64]:
@@ -39,7 +37,7 @@ def rows(tiles: Tiles) -> NDArray[np.int64]:
     return np.where(tiles[:, B1] < 0, 1, tiles[:, B1] - tiles[:, B0])
 
 
-def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
+def build(cut: Cut, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
     """All tiles of one rank against every rank's keys, coalesced: ``(tiles [n, 8], source rank of each [n])``.
 
     Sorted by source, then rows. Warns when a layout and a mask make more than a million of them.
@@ -47,110 +45,26 @@ def build(queries: Partition, keys: Partition, regions: rg.Table, ring_rank: int
     Raises:
         PlanError: query and key runs that meet have different steps.
     """
-    mine = np.flatnonzero(queries.runs[:, RANK] == ring_rank)
-    clipped, q_run = clip_to_runs(queries, mine, regions)
-    by_start, first, last = key_run_range(keys, clipped)
-    total = int((last - first).sum())
+    mine = cut.of_rank(ring_rank)
+    total = cut.meetings(mine)
     if total > MANY_TILES:
         warnings.warn(
-            f"{queries.layout} under this mask makes up to {total:,} tiles on ring rank {ring_rank}; "
+            f"{cut.queries.layout} under this mask makes up to {total:,} tiles on ring rank {ring_rank}; "
             "a layout that keeps neighbouring tokens together (zigzag, contiguous) makes far fewer.",
             RingspunWarning,
             stacklevel=2,
         )
-    tiles, sources = [], []
-    for part in chunks(last - first):
-        of_region, place = expand(first[part], last[part])
-        k_run = by_start[place]
-        local, kept = to_local(queries, keys, clipped[part][of_region], q_run[part][of_region], k_run)
-        tiles.append(local)
-        sources.append(keys.runs[k_run[kept], RANK])
-    table, source = np.concatenate(tiles), np.concatenate(sources)
+    found = [(_of_every_row(local), cut.keys.runs[k_run, RANK]) for local, _, k_run in cut.pieces(mine)]
+    table = np.concatenate([t for t, _ in found])
+    source = np.concatenate([s for _, s in found])
     return _coalesce(table, source) if total <= MANY_TILES else _sorted(table, source)
 
 
-def chunks(sizes: NDArray[np.int64]) -> list[slice]:
-    """Slices of consecutive entries whose sizes sum to at most about `CHUNK` each, so that memory stays bounded."""
-    ends = np.cumsum(sizes)
-    if len(ends) == 0 or ends[-1] <= CHUNK:
-        return [slice(0, len(sizes))]
-    cuts = np.searchsorted(ends, np.arange(CHUNK, int(ends[-1]), CHUNK)) + 1
-    edges = [0, *np.unique(cuts).tolist(), len(sizes)]
-    return [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
-
-
-def clip_to_runs(queries: Partition, which: NDArray[np.int64], regions: rg.Table) -> tuple[rg.Table, NDArray[np.int64]]:
-    """Regions cut to the span of each query run: ``(regions [n, 6], query run of each [n])``."""
-    starts, stops = queries.runs[which, START], queries.runs[which, STOP]
-    ordered = regions[np.argsort(regions[:, rg.Q0], kind="stable")]
-    reach = np.maximum.accumulate(ordered[:, rg.Q1]) if len(ordered) else ordered[:, rg.Q1]
-    first = np.searchsorted(reach, starts, side="right")
-    last = np.searchsorted(ordered[:, rg.Q0], stops, side="left")
-    of_run, region = expand(first, np.maximum(first, last))
-    clipped = ordered[region]
-    np.maximum(clipped[:, rg.Q0], starts[of_run], out=clipped[:, rg.Q0])
-    np.minimum(clipped[:, rg.Q1], stops[of_run], out=clipped[:, rg.Q1])
-    kept = rg.tighten_rows(clipped)
-    return clipped[kept], which[of_run[kept]]
-
-
-def key_run_range(keys: Partition, clipped: rg.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Key runs in order of their start, and for each region the range of that order that may meet it."""
-    by_start = np.argsort(keys.runs[:, START], kind="stable")
-    reach = np.maximum.accumulate(keys.runs[by_start, STOP]) if len(by_start) else by_start
-    first = np.searchsorted(reach, clipped[:, rg.K0], side="right")
-    last = np.searchsorted(keys.runs[by_start, START], clipped[:, rg.K1], side="left")
-    return by_start, first, np.maximum(first, last)
-
-
-def expand(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All (i, x) with first[i] <= x < last[i], as two flat arrays."""
-    sizes = last - first
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return owner, np.repeat(first, sizes) + within
-
-
-def to_local(
-    queries: Partition,
-    keys: Partition,
-    rows: rg.Table,
-    q_run: NDArray[np.int64],
-    k_run: NDArray[np.int64],
-) -> tuple[Tiles, NDArray[np.int64]]:
-    """Global regions met by (query run, key run) pairs, as tiles in local rows; and which pairs hold one.
-
-    With a common step t a query of row i sits at ``a + t i`` and a key of row j at ``b + t j``, so that
-    ``lo <= q - k <= hi`` is ``ceil((lo - (a - b)) / t) <= i - j <= floor((hi - (a - b)) / t)``.
-    """
-    (_, a, a_stop, t_q), (_, b, b_stop, t_k) = queries.runs[q_run].T, keys.runs[k_run].T
-    step = np.where(queries.run_tokens[q_run] == 1, t_k, t_q)
-    k_step = np.where(keys.run_tokens[k_run] == 1, step, t_k)
-    q0, q1 = np.maximum(rows[:, rg.Q0], a), np.minimum(rows[:, rg.Q1], a_stop)
-    k0, k1 = np.maximum(rows[:, rg.K0], b), np.minimum(rows[:, rg.K1], b_stop)
-    local = np.empty((len(rows), 8), np.int64)
-    local[:, B0], local[:, B1] = 0, -1
-    one_q, one_k = queries.run_tokens[q_run] == 1, keys.run_tokens[k_run] == 1
-    local[:, Q0] = np.where(one_q, np.where(q0 > a, 1, 0), -((a - q0) // step))
-    local[:, Q1] = np.where(one_q, np.where(q1 > a, 1, 0), -((a - q1) // step))
-    local[:, K0] = np.where(one_k, np.where(k0 > b, 1, 0), -((b - k0) // k_step))
-    local[:, K1] = np.where(one_k, np.where(k1 > b, 1, 0), -((b - k1) // k_step))
-    local[:, LO] = -((a - b - rows[:, rg.LO]) // step)
-    local[:, HI] = (rows[:, rg.HI] - (a - b)) // step
-    clash = (k_step != step) & (local[:, Q0] < local[:, Q1]) & (local[:, K0] < local[:, K1])
-    if clash.any():
-        bad = int(np.flatnonzero(clash)[0])
-        raise PlanError(
-            f"query and key runs that meet must share a step; got steps {t_q[bad]} and {t_k[bad]} "
-            f"({queries.layout} and {keys.layout}). Use one layout for both."
-        )
-    kept = rg.tighten_rows(local[:, REGION])
-    local, kept_at = local[kept], np.flatnonzero(kept)
-    q_shift, k_shift = queries.run_offsets[q_run[kept_at]], keys.run_offsets[k_run[kept_at]]
-    local[:, [Q0, Q1]] += q_shift[:, None]
-    local[:, [K0, K1]] += k_shift[:, None]
-    local[:, [LO, HI]] += (q_shift - k_shift)[:, None]
-    return local, kept_at
+def _of_every_row(local: rg.Table) -> Tiles:
+    """Regions in local rows as tiles of every batch row."""
+    table = np.empty((len(local), 8), np.int64)
+    table[:, B0], table[:, B1], table[:, REGION] = 0, -1, local
+    return table
 
 
 def _coalesce(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64]]:
