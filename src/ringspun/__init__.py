@@ -3,7 +3,7 @@
 Masks and layouts live here and need neither torch nor jax. The ring itself is in `ringspun.torch`.
 """
 
-from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
+from ringspun.core.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 from ringspun.core.mask import Anchors, Band, Causal, Chunks, Documents, Full, Mask, Prefix, Window
 from ringspun.core.text import parse_layout, parse_mask
 
@@ -11,10 +11,12 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Anchors",
+    "Balanced",
     "Band",
     "Causal",
     "Chunks",
     "Contiguous",
+    "DocumentZigzag",
     "Documents",
     "Full",
     "Layout",

@@ -7,7 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from ringspun import Anchors, Band, Causal, Chunks, Contiguous, Documents, Full, Layout, Prefix, Striped, Window, Zigzag
+from ringspun import (
+    Anchors,
+    Balanced,
+    Band,
+    Causal,
+    Chunks,
+    Contiguous,
+    Documents,
+    DocumentZigzag,
+    Full,
+    Layout,
+    Prefix,
+    Striped,
+    Window,
+    Zigzag,
+)
 from ringspun.core import regions as rg
 
 
@@ -114,6 +129,6 @@ class MixedSteps(Layout):
 def layouts():
     """The layouts of the package and two kinds that it does not know."""
     return st.one_of(
-        st.sampled_from((Contiguous(), Zigzag(), Striped())),
+        st.sampled_from((Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())),
         st.builds(Scattered, st.integers(0, 10_000), st.integers(1, 4)),
     )

@@ -44,10 +44,12 @@ def test_public_names_are_pinned():
         == sorted(ringspun.__all__)
         == [
             "Anchors",
+            "Balanced",
             "Band",
             "Causal",
             "Chunks",
             "Contiguous",
+            "DocumentZigzag",
             "Documents",
             "Full",
             "Layout",
