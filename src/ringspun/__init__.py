@@ -4,7 +4,7 @@ Masks and layouts live here and need neither torch nor jax. The ring itself is i
 """
 
 from ringspun.core.buckets import Buckets
-from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
+from ringspun.core.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 from ringspun.core.mask import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window
 from ringspun.core.text import parse_layout, parse_mask
 
@@ -12,12 +12,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Anchors",
+    "Balanced",
     "Band",
     "Blocks",
     "Buckets",
     "Causal",
     "Chunks",
     "Contiguous",
+    "DocumentZigzag",
     "Documents",
     "Full",
     "Layout",

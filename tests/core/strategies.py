@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from ringspun import (
     Anchors,
+    Balanced,
     Band,
     Blocks,
     Causal,
     Chunks,
     Contiguous,
     Documents,
+    DocumentZigzag,
     Full,
     Layout,
     Prefix,
@@ -135,6 +137,6 @@ class MixedSteps(Layout):
 def layouts():
     """The layouts of the package and two kinds that it does not know."""
     return st.one_of(
-        st.sampled_from((Contiguous(), Zigzag(), Striped())),
+        st.sampled_from((Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())),
         st.builds(Scattered, st.integers(0, 10_000), st.integers(1, 4)),
     )

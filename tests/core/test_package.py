@@ -44,12 +44,14 @@ def test_public_names_are_pinned():
         == sorted(ringspun.__all__)
         == [
             "Anchors",
+            "Balanced",
             "Band",
             "Blocks",
             "Buckets",
             "Causal",
             "Chunks",
             "Contiguous",
+            "DocumentZigzag",
             "Documents",
             "Full",
             "Layout",

@@ -6,11 +6,13 @@ import pytest
 
 from ringspun import (
     Anchors,
+    Balanced,
     Band,
     Blocks,
     Causal,
     Contiguous,
     Documents,
+    DocumentZigzag,
     Full,
     Prefix,
     Striped,
@@ -53,6 +55,11 @@ def test_masks_read(text, mask):
         ("striped(1)", Striped()),
         ("striped(128)", Striped(128)),
         ("striped(block=256)", Striped(256)),
+        ("zigzag(speeds=[1.0, 2.0])", Zigzag(speeds=[1, 2])),
+        ("Contiguous(speeds=(1, 2))", Contiguous(speeds=[1, 2])),
+        ("documentzigzag", DocumentZigzag()),
+        ("balanced()", Balanced()),
+        ("balanced(speeds=[0.1, 2e-9])", Balanced(speeds=[0.1, 2e-9])),
     ],
 )
 def test_layouts_read_and_print(text, layout):
@@ -162,9 +169,11 @@ def test_only_strings_are_read(text):
             "zigzga",
             r"layout must be readable; 'zigzga' is no layout; did you mean 'zigzag'\? at column 1 of 'zigzga'\.",
         ),
-        ("causal", r"'causal' is no layout; known: contiguous, striped, zigzag at column 1"),
+        ("causal", r"'causal' is no layout; known: balanced, contiguous, documentzigzag, striped, zigzag at column 1"),
         ("striped(64)", r"striped: Striped block must be 1 or at least 128 tokens; got 64\. at column 1"),
         ("striped(128.5)", r"striped: Striped block must be an integer; got 128\.5\. at column 1"),
+        ("zigzag(speeds=[1, -2])", r"zigzag: Zigzag speeds must be positive finite numbers; got -2\. at column 1 of"),
+        ("zigzag([1, 2])", r"zigzag: .*positional.* at column 1 of"),
         ("zigzag & striped", r"a layout does not combine at column 1 of"),
         ("zigzag(3)", r"zigzag: .* at column 1"),
         ("striped(", r"at column \d+ of"),

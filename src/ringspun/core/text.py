@@ -35,7 +35,8 @@ MASKS: Mapping[str, type[masks.Mask]] = {
     )
 }
 LAYOUTS: Mapping[str, type[layouts.Layout]] = {
-    c.__name__.lower(): c for c in (layouts.Contiguous, layouts.Zigzag, layouts.Striped)
+    c.__name__.lower(): c
+    for c in (layouts.Contiguous, layouts.Zigzag, layouts.Striped, layouts.DocumentZigzag, layouts.Balanced)
 }
 
 
@@ -49,7 +50,12 @@ def parse_mask(text: str) -> masks.Mask:
 
 
 def parse_layout(text: str) -> layouts.Layout:
-    """The layout that `text` writes: ``contiguous``, ``zigzag``, ``striped`` or ``striped(128)``."""
+    """The layout that `text` writes: ``zigzag``, ``striped(128)``, ``balanced(speeds=[1.0, 2.0])``, ...;
+    ``parse_layout(str(x)) == x``.
+
+    Raises:
+        LayoutError: naming the column at which the text cannot be read.
+    """
     return _parse("layout", text, LAYOUTS, LayoutError)
 
 

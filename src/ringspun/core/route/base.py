@@ -134,11 +134,16 @@ def messages(
 def legs(steps: Rows, tables: list[Rows]) -> Legs:
     """A pass from its steps and its messages in any order."""
     table = np.concatenate(tables)
-    keys = (
-        MessageColumn.SOURCE,
-        MessageColumn.PAYLOAD,
-        MessageColumn.ACTION,
-        MessageColumn.MOMENT,
-        MessageColumn.STEP,
-    )
-    return Legs(steps, table[np.lexsort(tuple(table[:, c] for c in keys))])
+    step, moment, action, payload, source = (table[:, c] for c in _ORDER)
+    key = (((step * len(Moment) + moment) * len(Action) + action) * _PAYLOADS + payload) * (1 << 20) + source
+    return Legs(steps, table[np.argsort(key, kind="stable")])
+
+
+_ORDER = (
+    MessageColumn.STEP,
+    MessageColumn.MOMENT,
+    MessageColumn.ACTION,
+    MessageColumn.PAYLOAD,
+    MessageColumn.SOURCE,
+)
+_PAYLOADS = 16  # more than there are kinds
