@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ringspun.core.buckets import Buckets
-from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
+from ringspun.core.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 from ringspun.core.mask import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window
 from ringspun.core.reference import Reference, attention_with_gradients
 
-LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), Striped(128))
+LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), Striped(128), DocumentZigzag(), Balanced())
 
 
 @dataclass(frozen=True)

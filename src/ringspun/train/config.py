@@ -78,7 +78,8 @@ class TrainConfig(_Section):
         description="Processes that share each sequence. Any number that leaves each of them a token.",
     )
     layout: str = Field(
-        default="zigzag", description="Who holds which token: contiguous, zigzag, striped, striped(128)."
+        default="zigzag",
+        description="Who holds which token: contiguous, zigzag, striped, striped(128), documentzigzag, balanced.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="bfloat16: autocast over float32 parameters. float32: no autocast."
