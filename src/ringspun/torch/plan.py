@@ -321,7 +321,9 @@ def _sink_gradients(saved: Saved, sinks: Tensor | None) -> Tensor:
         return saved.delta.new_zeros(0)
     logits = sinks.to(saved.lse.dtype)[:, None]
     weight = torch.exp(logits - saved.lse).masked_fill(logits == -torch.inf, 0.0)
-    return -(weight * saved.delta).sum((0, 2))
+    seen = (saved.out != 0).any(-1)  # in a row without keys dout may hold anything, NaN too: out is 0 whatever happens
+    delta = saved.delta.masked_fill(~seen, 0.0) if saved.dlse is None else torch.where(seen, saved.delta, -saved.dlse)
+    return -(weight * delta).sum((0, 2))
 
 
 def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
