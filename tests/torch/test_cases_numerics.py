@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hard_cases import LAYOUTS, by_kernel, by_layout, ring_plan
+from on_ranks_of_cases import swallow_a_row
 from torch import Tensor
 
 from ringspun import Causal, Contiguous, Documents, Full, Window
@@ -185,6 +186,17 @@ def test_N7_a_finite_bias_that_swallows_a_row_is_refused(dtype, ranks, layout):
     assert (mean - 1).abs().max() < 8e-3
 
 
+@pytest.mark.processes
+def test_N7_a_row_that_one_rank_refuses_is_told_to_the_other(pools):
+    """The rows are rank 1's, so it alone can know: it raises, and the other hears of it in its next call."""
+    try:
+        (mine, next_call), (theirs, _) = pools(2).run(swallow_a_row, 1.0, timeout_s=20)
+    finally:
+        pools(2).restart()
+    assert (mine[0], theirs[0]) == ("nothing", "PlanError")
+    assert next_call[0] == "PeerError" and "ring rank 1 reported PlanError: bias function must not move" in next_call[1]
+
+
 @by_kernel
 @by_layout
 def test_N8_a_row_without_keys_spoils_no_weight(layout, kernel):
@@ -264,9 +276,12 @@ class Poisoned(BufferPool):
 
 @by_kernel
 @by_layout
-def test_N13_what_buffers_hold_at_first_is_never_read(layout, kernel):
+@pytest.mark.parametrize(
+    ("seq_len", "documents"), [(12, Documents([5, 3], [0, 8])), (31, Documents([9, 1, 13], [1, 12, 14]))], ids=str
+)
+def test_N13_what_buffers_hold_at_first_is_never_read(seq_len, documents, layout, kernel):
     """Rows that nobody wrote held allocator garbage, and dK became NaN."""
-    case = Case(3, 31, Causal() & Documents([9, 1, 13], [1, 12, 14]), layout)
+    case = Case(3, seq_len, Causal() & documents, layout)
     given, found = inputs(case), []
     for value in (math.nan, 0.0, 1e30):
         context = ContextParallel(Loopback(3), layout=layout)

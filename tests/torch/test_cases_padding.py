@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from hard_cases import LAYOUTS, by_kernel, by_layout, judged, ring_plan, seen_mean
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ringspun import Band, Blocks, Causal, Documents, Full, Window, Zigzag
@@ -19,7 +21,7 @@ from ringspun.testing.torch import run_ring
 from ringspun.torch import blockwise_attention, ring_attention
 
 
-def spoiled(case: Case, given: Inputs, value: float) -> Inputs:
+def spoiled(case: Case, plain: Inputs, value: float) -> Inputs:
     """`value` in q, dout and dlse of queries that see nothing, and in k and v that nobody sees."""
     allowed = np.broadcast_to(case.allowed, (case.shape.batch, 1, case.seq_len, case.keys))
     blind, unseen = ~allowed.any(3), ~allowed.any(2)  # [B, 1, S]
@@ -27,22 +29,22 @@ def spoiled(case: Case, given: Inputs, value: float) -> Inputs:
     def spoil(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return np.where(rows.reshape(*rows.shape, *[1] * (x.ndim - 3)), value, x)
 
-    with_lse = given.dlse if case.arguments.sinks else spoil(given.dlse, blind)  # with sinks a blind row's lse counts
+    with_lse = plain.dlse if case.arguments.sinks else spoil(plain.dlse, blind)  # with sinks a blind row's lse counts
     return replace(
-        given,
-        q=spoil(given.q, blind),
-        dout=spoil(given.dout, blind),
+        plain,
+        q=spoil(plain.q, blind),
+        dout=spoil(plain.dout, blind),
         dlse=with_lse,
-        k=spoil(given.k, unseen),
-        v=spoil(given.v, unseen),
+        k=spoil(plain.k, unseen),
+        v=spoil(plain.v, unseen),
     )
 
 
 def check_spoiled(case: Case, kernel: str, value: float = math.nan) -> None:
     """Right with clean padding; with spoiled padding not one bit different."""
-    given = inputs(case)
-    clean, found = (run_ring(case, x, kernel=kernel) for x in (given, spoiled(case, given, value)))
-    judged(case, clean, given)
+    plain = inputs(case)
+    clean, found = (run_ring(case, x, kernel=kernel) for x in (plain, spoiled(case, plain, value)))
+    judged(case, clean, plain)
     for name, x in clean.items():
         assert np.array_equal(x, found[name]), f"{case}: {name}"
 
@@ -69,6 +71,29 @@ def test_M11_nan_in_padding_never_spreads(where, layout, kernel):
     for ranks in (2, 3):
         for one in asked:
             check_spoiled(Case(ranks, 23, PADDED[where], layout, arguments=one), kernel)
+
+
+@st.composite
+def padded_rows(draw) -> tuple[int, tuple[Mask, ...]]:
+    """A length, and for each of two batch rows documents with padding before, between and after them."""
+    seq_len = draw(st.integers(1, 17))
+    rows = []
+    for _ in range(2):
+        cuts = sorted(draw(st.lists(st.integers(0, seq_len), max_size=6)))
+        documents = list(zip(cuts[::2], cuts[1::2], strict=False))
+        mask = Documents([b - a for a, b in documents], [a for a, _ in documents])
+        rows.append(mask & Causal() if draw(st.booleans()) else mask)
+    return seq_len, tuple(rows)
+
+
+@by_kernel
+@by_layout
+@settings(max_examples=25)
+@given(padded=padded_rows(), ranks=st.integers(1, 5))
+def test_M11_nor_wherever_padding_lies(layout, kernel, padded, ranks):
+    """The same of any documents in any rows."""
+    seq_len, masks = padded
+    check_spoiled(Case(ranks, seq_len, masks, layout), kernel)
 
 
 @by_kernel
@@ -183,13 +208,13 @@ def test_S13_each_row_of_a_batch_has_its_own_length(side, layout, kernel):
     starts = [seq_len - n if side == "left" else 0 for n in lengths]
     masks = tuple(Causal() & Documents([n], [a]) for n, a in zip(lengths, starts, strict=True))
     case = Case(2, seq_len, masks, layout, dtype="float32", shape=Shape(batch=3))
-    given = spoiled(case, inputs(case), 1e6)
-    found = run_ring(case, given, kernel=kernel)
+    x = spoiled(case, inputs(case), 1e6)
+    found = run_ring(case, x, kernel=kernel)
     for row, (n, a) in enumerate(zip(lengths, starts, strict=True)):
-        cut = {name: getattr(given, name)[row : row + 1, :, a : a + n] for name in ("q", "k", "v", "dout", "dlse")}
+        cut = {name: getattr(x, name)[row : row + 1, :, a : a + n] for name in ("q", "k", "v", "dout", "dlse")}
         alone = run_ring(replace(case, seq_len=n, mask=Causal(), ranks=1), Inputs(**cut), kernel=kernel)
-        for name, x in alone.items():
-            np.testing.assert_allclose(found[name][row : row + 1, :, a : a + n], x, rtol=0, atol=1e-6, err_msg=name)
+        for name, y in alone.items():
+            np.testing.assert_allclose(found[name][row : row + 1, :, a : a + n], y, rtol=0, atol=1e-6, err_msg=name)
         pads = np.delete(np.arange(seq_len), np.arange(a, a + n))
         assert np.isneginf(found["lse"][row][:, pads]).all()
         assert all(not found[name][row][:, pads].any() for name in ("out", "dq", "dk", "dv"))
