@@ -226,7 +226,7 @@ def test_labels_that_the_model_would_shift_inside_the_shard_are_refused() -> Non
             model(**less, ringspun_plan=plan)
 
 
-def test_dropout_is_ignored_in_evaluation() -> None:
+def test_G14_dropout_is_ignored_in_evaluation() -> None:
     part = ring_of(2)
     q, module = torch.randn(1, 2, S, 8), torch.nn.Identity().eval()
     arguments = {"position_ids": part.positions()[None], "ringspun_plan": part.plan(Causal())}

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from ringspun.core.buckets import Buckets
-from ringspun.errors import DtypeError, NotDifferentiable, ShapeError
+from ringspun.errors import DtypeError, NotDifferentiable, PlanError, ShapeError
 
 if TYPE_CHECKING:
     from ringspun.torch.kernels.base import Rows
 
 BiasFunction = Callable[[Tensor, Tensor], Tensor]
+
+COARSEST = 0.01
+"""Largest spacing of numbers around an lse at which weights ``exp(score - lse)`` still pass for exact."""
 
 
 class Rule(ABC):
@@ -39,6 +42,9 @@ class Rule(ABC):
 
     def check(self, values: Tensor, heads: int) -> None:  # noqa: B027 (a rule without a tensor has nothing to check)
         """Raise `ShapeError` unless `values` fits H heads."""
+
+    def check_lse(self, lse: Tensor) -> None:  # noqa: B027 (a rule that hides nothing has nothing to check)
+        """Raise unless the normalisers that this bias led to are exact enough."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,15 @@ class _FunctionRule(Rule):
 
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.zeros_like(values)
+
+    def check_lse(self, lse: Tensor) -> None:
+        """A row of nothing but finfo.min would be the sum of v, not its mean: ``lse + log(n)`` rounds to lse there."""
+        size = torch.where(lse.isinf(), 0.0, lse).abs().amax() if lse.numel() else 0.0
+        if size * torch.finfo(lse.dtype).eps > COARSEST:
+            raise PlanError(
+                f"bias function must not move all scores of a row further than {lse.dtype} can normalise; got an "
+                f"lse of {float(size):.3g} in size. Return -inf for pairs that are not allowed, or write a mask."
+            )
 
     def __str__(self) -> str:
         return f"{self.name} {getattr(self.function, '__qualname__', type(self.function).__name__)}"

@@ -133,7 +133,8 @@ class Plan:
             softcap: bound of the scores (Gemma 2); default none.
             sinks: one logit per query head, in the denominator once per row (gpt-oss). Differentiable.
             bias: added to the scores: `Alibi`, `RelativeTable` (both differentiable), or a function of query positions
-                ``[t, 1]`` and key positions ``[1, s]`` that returns ``[t, s]`` or ``[H, t, s]`` and has no gradient.
+                ``[t, 1]`` and key positions ``[1, s]`` that returns ``[t, s]`` or ``[H, t, s]`` and has no gradient;
+                -inf there hides a pair, a row hidden wholly is one without keys.
             return_lse: also return the natural-log normaliser ``[B, H, T]`` in fp32 (fp64 for fp64), differentiable;
                 -inf for a row that sees no key, whose output is 0. With sinks it includes the sink.
             kernel: a kernel, its name, or None for the first that does not refuse.
@@ -143,6 +144,7 @@ class Plan:
             as of every replicated parameter.
         Raises:
             ShapeError, DtypeError: tensors that do not fit the plan or each other.
+            PlanError: numbers that cannot be used, or a bias function that moves a whole row out of its dtype's reach.
             KernelRefused: no kernel can do it. PlanMismatchError: ranks call with different shapes, dtype or arguments.
             TransferError: a foreign or stale message arrived. PeerError: another rank is dead, late or failed.
 
@@ -317,7 +319,14 @@ class _Executable:
         programs = [ring.forward(job, *rows) for job, rows in zip(jobs, self._rows(q, k, v), strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = plan._context.driver.run(programs)
-        return _joined([r[0] for r in results]), _joined([r[1] for r in results]), jobs[0].call
+        out, lse = (_joined(parts) for parts in zip(*results, strict=True))
+        if rule is not None:
+            try:
+                rule.check_lse(lse)
+            except RingspunError as failure:
+                plan._fail(failure)
+                raise
+        return out, lse, jobs[0].call
 
     def run_backward(
         self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, call: int
@@ -362,7 +371,9 @@ def _sink_gradients(saved: Saved, sinks: Tensor | None) -> Tensor:
         return saved.delta.new_zeros(0)
     logits = sinks.to(saved.lse.dtype)[:, None]
     weight = torch.exp(logits - saved.lse).masked_fill(logits == -torch.inf, 0.0)
-    return -(weight * saved.delta).sum((0, 2))
+    seen = (saved.out != 0).any(-1)  # in a row without keys dout may hold anything, NaN too: out is 0 whatever happens
+    delta = saved.delta.masked_fill(~seen, 0.0) if saved.dlse is None else torch.where(seen, saved.delta, -saved.dlse)
+    return -(weight * delta).sum((0, 2))
 
 
 def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
