@@ -29,9 +29,11 @@ from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
-from ringspun.torch.plan import Plan, check_schedules
+from ringspun.torch.plan import Options, Plan, check_schedules
 
 CHECKS = ("header",)
+KEPT_READY = 4
+"""Of the last new options of calls, how many a new plan is ready for."""
 
 
 class ContextParallel:
@@ -71,6 +73,7 @@ class ContextParallel:
         chosen = route if isinstance(route, Route) else Ring()
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+        self.options: tuple[Options, ...] = ()
 
     @property
     def ring_size(self) -> int:
@@ -89,6 +92,11 @@ class ContextParallel:
             state = self.driver.state
             self._number, state.contexts = state.contexts, state.contexts + 1
         return self._number
+
+    def remember(self, options: Options) -> None:
+        """Options of a call that later plans shall be ready for before a compiled call asks for them."""
+        if options != Options():
+            self.options = (*(o for o in self.options if o != options), options)[-KEPT_READY:]
 
     def partition(self, seq_len: int, *, documents: Documents | None = None) -> Partition:
         """Who holds which of `seq_len` tokens. Local: no communication.
