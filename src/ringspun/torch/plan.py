@@ -162,7 +162,7 @@ class Plan:
             softcap = inputs.checked_softcap(asked.softcap)
             rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
             choose(_call(q, k, v, scale, softcap, rule), asked.kernel)
-        except (RingspunError, TypeError, ValueError) as failure:
+        except Exception as failure:  # a bias function may raise anything
             self._fail(failure)
             raise
         handle = self._handle(Options(asked.kernel, rule))
