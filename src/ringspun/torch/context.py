@@ -130,7 +130,10 @@ class ContextParallel:
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            documents = _documents_of(mask) if documents is None else documents
+            if documents is None:
+                documents = _documents_of(mask)
+                if documents is not None and key_len is not None and documents.end > query_start + seq_len:
+                    documents = None  # of the keys alone
             sides = self.geometry.sides(
                 seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
             )
@@ -155,7 +158,8 @@ class ContextParallel:
             digest = input_digest(sides, mask, self.geometry.route)
             key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
-            if plan is None or plan._mask != mask:  # two classes of masks may write themselves alike
+            # two classes of masks may write themselves alike; a schedule may be given to another partition than its own
+            if plan is None or plan._mask != mask or plan._sides != sides:
                 plan = self._compile(sides, mask, made, digest)
         except Exception as problem:
             failure = problem

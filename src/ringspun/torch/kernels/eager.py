@@ -70,6 +70,7 @@ class Eager(Kernel):
                     _split_heads(x[q_rows.batch, :, q_rows.tokens], kv_heads)[..., None]
                     for x in (saved.lse, saved.delta)
                 )
+                lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a bias of -inf may hide every key of a row
                 for k0, k1, allowed in pieces:
                     k_rows = Rows(batch, slice(k0, k1))
                     k, v = _keys(block, k_rows)
