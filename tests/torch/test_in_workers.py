@@ -28,6 +28,20 @@ class Schedules(Dataset):
         return documents, self.geometry.schedule(Causal() & documents, SEQ_LEN, documents)
 
 
+class CrossSchedules(Dataset):
+    """The same for keys of another length and a mask per batch row."""
+
+    def __init__(self, context: ContextParallel) -> None:
+        self.geometry = context.geometry
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, i: int):
+        masks = [Causal(), Documents(LENGTHS[i])]
+        return masks, self.geometry.schedule(masks, 5, key_len=SEQ_LEN, query_start=9)
+
+
 class Plans(Dataset):
     """What must not be done: a plan in the worker."""
 
@@ -49,6 +63,20 @@ def test_schedules_of_a_worker_are_plans_in_the_main_process():
         q = torch.randn(1, 2, SEQ_LEN, 4, dtype=torch.float64)
         own = part.plan(Causal() & documents).attention(q, q, q)
         assert torch.equal(plan.attention(q, q, q), own)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_schedules_of_cross_attention_and_rows_come_from_workers_too():
+    context = ContextParallel(Loopback(3))
+    for masks, schedules in DataLoader(CrossSchedules(context), batch_size=None, num_workers=1):
+        own = context.plan(5, masks, key_len=SEQ_LEN, query_start=9)
+        plan = own.queries.plan(schedules, keys=own.keys)
+        assert plan.schedules == own.schedules and plan.mask == tuple(masks)
+        q, k = (torch.randn(2, 2, n, 4, dtype=torch.float64) for n in (5, SEQ_LEN))
+        assert torch.equal(plan.attention(q, k, k), own.attention(q, k, k))
+        with pytest.raises(PlanError, match="schedule must be made from this partition's length, layout"):
+            own.queries.plan(schedules, keys=context.partition(SEQ_LEN + 1))
 
 
 @pytest.mark.processes

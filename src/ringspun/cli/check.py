@@ -134,8 +134,7 @@ def _oracle(case: tc.Case) -> Any:
     from ringspun.testing import torch as tt
 
     given = tt.rounded(case, tc.inputs(case))
-    used = given if case.dtype != "bfloat16" else replace(given, dlse=0 * given.dlse)
-    return given, tc.reference(case, used)
+    return given, tc.reference(case, given)
 
 
 def _key(case: tc.Case) -> tc.Case:

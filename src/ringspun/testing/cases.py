@@ -80,8 +80,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Float64 arrays in global order: q, k, v, incoming gradients of out and (0 where no key is seen) of lse, sinks
-    ``[H]`` and the tensor of a bias."""
+    """Float64 arrays in global order: q, k, v, incoming gradients of out and (0 where no key is seen, and for
+    bfloat16) of lse, sinks ``[H]`` and the tensor of a bias."""
 
     q: np.ndarray
     k: np.ndarray
@@ -153,6 +153,8 @@ def inputs(case: Case) -> Inputs:
     dlse = rng.standard_normal((s.batch, s.heads, t))
     if not case.arguments.sinks:
         dlse = dlse * case.allowed.any(axis=-1)
+    if case.dtype == "bfloat16":  # whose runs leave lse unused, see `ringspun.testing.torch.run_ring`
+        dlse = 0 * dlse
     sinks = rng.standard_normal(s.heads) if case.arguments.sinks else None
     sizes = {"alibi": (s.heads,), "table": (BUCKETS.count, s.heads)}
     bias = rng.random(sizes[case.arguments.bias]) if case.arguments.bias in sizes else None

@@ -47,7 +47,7 @@ class Rule(ABC):
         """Raise unless the normalisers that this bias led to are exact enough."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # holds a tensor, whose == is no truth value
 class Alibi:
     """Attention with linear biases: ``-slope[h] * |q - k|`` is added to the scores of head h.
 
@@ -70,7 +70,7 @@ class Alibi:
         return self.slopes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RelativeTable:
     """A learned bias per distance and head: ``table[buckets(q - k), h]`` is added to the scores.
 
@@ -127,6 +127,11 @@ class _TableRule(Rule):
         return torch.zeros_like(values).index_add_(0, self._rows(q - k).flatten(), per_pair)
 
     def check(self, values: Tensor, heads: int) -> None:
+        if not isinstance(self.buckets, Buckets):
+            raise DtypeError(
+                f"buckets must be Buckets; got {type(self.buckets).__name__}. "
+                "Write Buckets(edges, rows), Buckets.t5(...) or Buckets.clipped(...)."
+            )
         if values.shape != (self.buckets.count, heads):
             raise ShapeError(
                 f"table must be [N, H], a row per bucket and a column per query head; got {tuple(values.shape)} "
@@ -134,8 +139,9 @@ class _TableRule(Rule):
             )
 
     def _rows(self, distance: Tensor) -> Tensor:
-        edges, rows = (torch.tensor(x, device=distance.device) for x in (self.buckets.edges, self.buckets.rows))
-        return rows[torch.searchsorted(edges, distance, right=True)] if len(edges) else torch.zeros_like(distance)
+        given = self.buckets.edges, self.buckets.rows
+        edges, rows = (torch.tensor(x, dtype=torch.int64, device=distance.device) for x in given)
+        return rows[torch.searchsorted(edges, distance, right=True)]
 
     def __str__(self) -> str:
         return f"{self.name} of {self.buckets}"
@@ -173,6 +179,11 @@ def function_rule(function: BiasFunction, heads: int) -> Rule:
         ShapeError, DtypeError: it does not give a float tensor that broadcasts to ``[H, t, s]``.
         NotDifferentiable: what it gives wants a gradient, which could not be delivered.
     """
+    if type(function).__hash__ is None:
+        raise DtypeError(
+            f"bias function must be hashable, to be told from others; got {type(function).__name__}. "
+            "A class that defines __eq__ needs __hash__ too."
+        )
     q, k = torch.arange(2)[:, None], torch.arange(3)[None, :]
     found = function(q, k)
     if not isinstance(found, Tensor) or not found.dtype.is_floating_point:

@@ -29,9 +29,11 @@ from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
-from ringspun.torch.plan import Plan, check_schedules
+from ringspun.torch.plan import Options, Plan, check_schedules
 
 CHECKS = ("header",)
+KEPT_READY = 4
+"""Of the last new options of calls, how many a new plan is ready for."""
 
 
 class ContextParallel:
@@ -71,6 +73,7 @@ class ContextParallel:
         chosen = route if isinstance(route, Route) else Ring()
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+        self.options: tuple[Options, ...] = ()
 
     @property
     def ring_size(self) -> int:
@@ -89,6 +92,11 @@ class ContextParallel:
             state = self.driver.state
             self._number, state.contexts = state.contexts, state.contexts + 1
         return self._number
+
+    def remember(self, options: Options) -> None:
+        """Options of a call that later plans shall be ready for before a compiled call asks for them."""
+        if options != Options():
+            self.options = (*(o for o in self.options if o != options), options)[-KEPT_READY:]
 
     def partition(self, seq_len: int, *, documents: Documents | None = None) -> Partition:
         """Who holds which of `seq_len` tokens. Local: no communication.
@@ -122,7 +130,10 @@ class ContextParallel:
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            documents = _documents_of(mask) if documents is None else documents
+            if documents is None:
+                documents = _documents_of(mask)
+                if documents is not None and key_len is not None and documents.end > query_start + seq_len:
+                    documents = None  # of the keys alone
             sides = self.geometry.sides(
                 seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
             )
@@ -147,7 +158,8 @@ class ContextParallel:
             digest = input_digest(sides, mask, self.geometry.route)
             key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
-            if plan is None or plan._mask != mask:  # two classes of masks may write themselves alike
+            # two classes of masks may write themselves alike; a schedule may be given to another partition than its own
+            if plan is None or plan._mask != mask or plan._sides != sides:
                 plan = self._compile(sides, mask, made, digest)
         except Exception as problem:
             failure = problem

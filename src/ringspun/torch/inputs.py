@@ -26,8 +26,6 @@ def check_tensors(driver: Driver, rows: tuple[int, int], batch: int | None, q: T
         _check_tensor(name, x, where)
         if x.ndim != 4:
             raise ShapeError(f"{name} must be [B, H, T, D] {where}; got shape {tuple(x.shape)}.")
-        if x.dtype.itemsize < 2:
-            raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16 {where}; got {x.dtype}.")
     if not (q.dtype == k.dtype == v.dtype):
         raise DtypeError(f"q, k and v must have one dtype {where}; got {q.dtype}, {k.dtype}, {v.dtype}.")
     if not (q.device == k.device == v.device):
@@ -87,6 +85,8 @@ def _check_tensor(name: str, x: Tensor, where: str, like: Tensor | None = None) 
         raise DtypeError(f"{name} must be a tensor {where}; got {type(x).__name__}.")
     if not x.dtype.is_floating_point:
         raise DtypeError(f"{name} must be floating point {where}; got {x.dtype}.")
+    if x.dtype.itemsize < 2:
+        raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16 {where}; got {x.dtype}.")
     if x.layout != torch.strided or x.is_nested:
         raise DtypeError(f"{name} must be a dense tensor {where}; got {x.layout}.")
     if like is not None and x.device != like.device:
@@ -126,12 +126,16 @@ def checked_scale(scale: float | None, head_size: int) -> float:
     return float(scale)
 
 
+SMALLEST_SOFTCAP = 1e-30
+"""With less, or with more than its reciprocal, float32 scores become 0 / 0 or inf * 0."""
+
+
 def checked_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
     number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
-    if not number or not math.isfinite(softcap) or softcap <= 0:
-        raise PlanError(f"softcap must be a positive finite number, or None for none; got {softcap!r}.")
+    if not number or not SMALLEST_SOFTCAP <= softcap <= 1 / SMALLEST_SOFTCAP:  # nan too
+        raise PlanError(f"softcap must be a number from 1e-30 to 1e30, or None for none; got {softcap!r}.")
     return float(softcap)
 
 

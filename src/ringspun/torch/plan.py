@@ -63,7 +63,8 @@ class Plan:
         self._handles: OrderedDict[Options, tuple[int, _Executable]] = OrderedDict()
         number = context.number.to_bytes(8, "little")
         self._id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
-        self._handle(Options())  # here, not in a traced call, whose change to the registry would come after its op runs
+        for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
+            self._handle(options)
 
     @property
     def mask(self) -> Mask | tuple[Mask, ...]:
@@ -160,10 +161,10 @@ class Plan:
             q, k, v = inputs.autocast(q, k, v)
             rule, values, call = self._checked(q, k, v, asked)
             choose(call, asked.kernel)
-            handle = self._handle(Options(asked.kernel, rule))
-        except (RingspunError, TypeError, ValueError) as failure:
+        except Exception as failure:  # a bias function may raise anything
             self._fail(failure)
             raise
+        handle = self._handle(Options(asked.kernel, rule))
         out, lse, _ = attention_op(q, k, v, asked.sinks, values, handle, call.scale, call.softcap)
         return (out, lse) if return_lse else out
 
@@ -237,10 +238,16 @@ class Plan:
 
     def _handle(self, options: Options) -> int:
         if options not in self._handles:
+            if torch.compiler.is_compiling():
+                raise RingspunError(
+                    "attention must be called once uncompiled with this kernel or bias before a whole compiled graph "
+                    "(fullgraph=True) can hold it; got its first call. Later plans of the context need none."
+                )
             executable = _Executable(self, options)
             self._handles[options] = REGISTRY.add(id(self._context), executable), executable
             if len(self._handles) > KEPT_OPTIONS:  # a new bias function in every call, say
-                self._handles.popitem(last=False)
+                del self._handles[next(o for o in self._handles if o != Options())]  # compiled calls count on that one
+            self._context.remember(options)
         return self._handles[options][0]
 
     @cached_property

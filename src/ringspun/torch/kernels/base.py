@@ -181,9 +181,9 @@ class LoweredKernel(Kernel):
 
 def plain_only(call: Call) -> str | None:
     """The refusal of a kernel whose scores are ``scale * q.k`` and nothing else."""
-    if call.softcap:
-        return f"softcap must be None; got {call.softcap}"
-    return f"bias must be None; got {call.bias}" if call.bias else None
+    asked = {"softcap": call.softcap, "bias": call.bias}
+    reasons = [f"{name} must be None; got {value}" for name, value in asked.items() if value]
+    return ", ".join(reasons) or None
 
 
 def tile_rows(tile: list[int]) -> tuple[Rows, Rows]:

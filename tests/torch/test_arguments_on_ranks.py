@@ -1,0 +1,72 @@
+"""Ranks of processes that ask for different arguments: the right error on every rank."""
+
+from __future__ import annotations
+
+import pytest
+from on_ranks import run_cases
+from on_ranks_arguments import DIFFERENCES, differ, function_raises_late, tables_differ
+
+from ringspun import Causal, Zigzag
+from ringspun.testing.cases import Case, inputs, reference
+from ringspun.testing.comparison import errors, judge
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+
+LOCAL = {  # wrong on one rank alone: its own error there, a PeerError that quotes it elsewhere
+    "sinks of another shape": "ShapeError",
+    "a table that does not fit": "ShapeError",
+    "a dense bias": "DtypeError",
+    "another batch": "ShapeError",
+    "no softcap": "PlanError",
+    "a kernel that cannot": "KernelRefused",
+    "a function that raises": "LookupError",
+}
+
+
+@pytest.fixture
+def trusted(pools):
+    """A pool of 3 that must be as good after the test as before it."""
+    pool = pools(3)
+    yield pool
+    case = Case(3, 10, Causal(), Zigzag())
+    for (found,) in pool.run(run_cases, [case]):
+        assert judge("float64", [errors(found, reference(case, inputs(case)))], [])[0]
+
+
+@pytest.mark.parametrize("what", [w for w in DIFFERENCES if w not in LOCAL])
+def test_every_rank_hears_which_argument_differs(trusted, what):
+    odd = list(DIFFERENCES).index(what) % 3
+    name = "mask" if what == "the order of the masks" else what
+    for kind, message in trusted.run(differ, odd, what, timeout_s=15):
+        assert kind == "PlanMismatchError" and f"{name} is " in message
+        assert f" on ring rank {odd} and " in message and f"(odd ranks: [{odd}])" in message
+
+
+@pytest.mark.parametrize("what", LOCAL)
+def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(trusted, what):
+    odd = list(DIFFERENCES).index(what) % 3
+    outcomes = trusted.run(differ, odd, what, timeout_s=15)
+    own_kind, own_message = outcomes[odd]
+    assert own_kind == LOCAL[what]
+    for kind, message in outcomes[:odd] + outcomes[odd + 1 :]:
+        assert kind == "PeerError" and message.startswith(f"ring rank {odd} failed in ")
+        assert f"{own_kind}: {own_message}" in message
+
+
+def test_tables_of_different_shapes(trusted):
+    for kind, message in trusted.run(tables_differ, 1, timeout_s=15):
+        assert kind == "PlanMismatchError" and "(odd ranks: [1])" in message
+        assert "5 rows" in message or "[5, 2]" in message
+
+
+def test_a_function_that_fails_in_the_middle_of_a_ring_is_heard_of(pools):
+    """None hangs, and the ring is not used again."""
+    pool = pools(3)
+    try:
+        outcomes = pool.run(function_raises_late, 1, timeout_s=30)
+    finally:
+        pool.restart()
+    assert outcomes[1][0] == ("LookupError", "not for these positions")
+    for rank, (first, second) in enumerate(outcomes):
+        assert first[0] == ("LookupError" if rank == 1 else "PeerError"), first
+        assert second[0] == "RingBroken"
