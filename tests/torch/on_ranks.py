@@ -118,7 +118,7 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "value_size": {"shape": replace(SHAPE, value_size=3)},
     "scale": {"scale": 0.5},
     "kernel": {"kernel": "eager"},
-    "gradients of q, k, v": {"gradients": "qv"},
+    "gradients of q, k, v, sinks, bias": {"gradients": "qv"},
     # wrong on one rank alone
     "a mask that does not fit": {"mask": Documents([S + 3])},
     "no mask": {"mask": "causal"},

@@ -15,7 +15,7 @@ from ringspun.core.buckets import Buckets
 from ringspun.errors import DtypeError, KernelRefused, LayoutError, NotDifferentiable, PlanError, ShapeError
 from ringspun.testing.cases import BUCKETS, bias_of_positions
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.torch.bias import Alibi, RelativeTable
+from ringspun.torch.bias import Alibi, RelativeTable, function_rule
 
 S, H = 8, 4
 
@@ -165,6 +165,22 @@ def test_a_dtensor_is_refused():
             DtypeError, match=rf"{name} must be a plain tensor .*got a DTensor\. Pass its `.to_local\(\)`"
         ):
             attend(**({"sinks": x} if name == "sinks" else {"bias": Alibi(x)}))
+
+
+def test_a_function_is_tried_where_it_will_be_used():
+    table = torch.ones(5, device="meta")
+    rule = function_rule(lambda q, k: table[(q - k).abs()], H, torch.device("meta"))
+    assert rule.scores(table, torch.ones(4, 1).long().to("meta"), torch.ones(1, 3).long().to("meta")).shape == (1, 4, 3)
+
+
+@pytest.mark.parametrize("wrong", [lambda q, k: torch.zeros(2, 3), lambda q, k: (q * k).float().squeeze()[..., None]])
+def test_a_function_whose_shape_is_wrong_only_for_some_blocks(wrong):
+    def late(q, k):
+        return wrong(q, k) if len(q) != 2 else (q - k).float()
+
+    plan = ContextParallel(Loopback(1)).plan(S, Full())
+    with pytest.raises(ShapeError, match=r"bias function must return \[H, t, s\] .*for t=8, s=8 and 4 heads"):
+        attend(plan, bias=late)
 
 
 def test_a_batch_of_another_size_than_the_masks():

@@ -195,6 +195,7 @@ def test_autocast_leaves_sinks_and_bias_in_float32():
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     found = torch.autograd.grad((out, lse), list(given.values()), ends)
     assert all(x.dtype == torch.float32 for x in found)
+    assert not any(torch.equal(x, x.bfloat16().float()) for x in found[3:])  # nor were they rounded on their way
     cast = {n: (x.bfloat16() if n in "qkv" else x).detach().requires_grad_() for n, x in given.items()}
     right_out, right_lse = call(plan, **cast)
     assert torch.equal(out, right_out) and torch.equal(lse, right_lse)

@@ -150,10 +150,12 @@ class _TableRule(Rule):
 @dataclass(frozen=True)
 class _FunctionRule(Rule):
     function: BiasFunction
+    heads: int
     name = "function"
 
     def scores(self, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         found = self.function(q, k).to(q.device)
+        _check_shape(found, self.heads, q, k)
         return found if found.ndim == 3 else found[None]
 
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -172,8 +174,8 @@ class _FunctionRule(Rule):
         return f"{self.name} {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
 
-def function_rule(function: BiasFunction, heads: int) -> Rule:
-    """The rule of a free function of positions, tried once on a pair of positions.
+def function_rule(function: BiasFunction, heads: int, device: torch.device) -> Rule:
+    """The rule of a free function of positions, tried once on a few positions on `device`.
 
     Raises:
         ShapeError, DtypeError: it does not give a float tensor that broadcasts to ``[H, t, s]``.
@@ -184,26 +186,29 @@ def function_rule(function: BiasFunction, heads: int) -> Rule:
             f"bias function must be hashable, to be told from others; got {type(function).__name__}. "
             "A class that defines __eq__ needs __hash__ too."
         )
-    q, k = torch.arange(2)[:, None], torch.arange(3)[None, :]
+    q, k = torch.arange(2, device=device)[:, None], torch.arange(3, device=device)[None, :]
     found = function(q, k)
     if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
         got = found.dtype if isinstance(found, Tensor) else type(found).__name__
         raise DtypeError(f"bias function must return a floating point tensor; got {got}.")
-    if found.ndim not in (2, 3) or not _broadcasts(found.shape, (heads, 2, 3)):
-        raise ShapeError(
-            f"bias function must return [H, t, s] or what broadcasts to it from q [t, 1] and k [1, s]; got "
-            f"{tuple(found.shape)} for t=2, s=3 and {heads} heads."
-        )
+    _check_shape(found, heads, q, k)
     if found.requires_grad:
         raise NotDifferentiable(
             "bias function must not return what needs a gradient; it would get none. "
             "Use Alibi(slopes) or RelativeTable(table, buckets), or detach."
         )
-    return _FunctionRule(function)
+    return _FunctionRule(function, heads)
 
 
-def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
-    return all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
+def _check_shape(found: Tensor, heads: int, q: Tensor, k: Tensor) -> None:
+    wanted = heads, q.shape[0], k.shape[1]
+    if found.ndim not in (2, 3) or not all(
+        n in (1, m) for n, m in zip(reversed(found.shape), reversed(wanted), strict=False)
+    ):
+        raise ShapeError(
+            f"bias function must return [H, t, s] or what broadcasts to it from q [t, 1] and k [1, s]; got "
+            f"{tuple(found.shape)} for t={wanted[1]}, s={wanted[2]} and {heads} heads."
+        )
 
 
 class BlockBias(NamedTuple):

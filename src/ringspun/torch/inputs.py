@@ -71,7 +71,7 @@ def check_terms(driver: Driver, q: Tensor, sinks: Tensor | None, bias: object) -
             f"bias must be Alibi(slopes), RelativeTable(table, buckets) or a function of positions; got "
             f"{type(bias).__name__}. A dense bias would need the whole S x S on every rank."
         )
-    return function_rule(bias, heads), None
+    return function_rule(bias, heads, q.device), None
 
 
 def _where(driver: Driver) -> str:
