@@ -165,12 +165,12 @@ class Geometry:
         Raises:
             PlanError: a `query_start` without `key_len`.
         """
+        if key_len is None and query_start:
+            raise PlanError(
+                f"query_start must come with key_len; got query_start={query_start} alone. Queries and keys of one "
+                "length that start together need neither."
+            )
         if key_len is None and key_layout is None:
-            if query_start:
-                raise PlanError(
-                    f"query_start must come with key_len; got query_start={query_start} alone. Queries and keys of one "
-                    "length that start together need neither."
-                )
             return Sides(self.partition(seq_len, documents))
         keys = self.partition(seq_len if key_len is None else key_len, layout=key_layout)
         return Sides(self.partition(seq_len, documents, start=query_start), keys)

@@ -130,13 +130,11 @@ class ContextParallel:
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            if documents is None:
-                documents = _documents_of(mask)
-                if documents is not None and key_len is not None and documents.end > query_start + seq_len:
-                    documents = None  # of the keys alone
-            sides = self.geometry.sides(
-                seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
-            )
+            others = {"key_len": key_len, "key_layout": key_layout, "query_start": query_start}
+            sides = self.geometry.sides(seq_len, documents, **others)
+            own = _documents_of(mask)
+            if documents is None and own is not None and (key_len is None or own.end <= query_start + seq_len):
+                sides = self.geometry.sides(seq_len, own, **others)  # not where documents are the keys' alone
         except Exception as failure:
             self._agree_on_plan(bytes(32), {}, failure)
             raise

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringspun.core import partition as core_partition
 from ringspun.core.mask import Documents, Mask
 from ringspun.core.schedule import Schedule
+from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import sharding
 
 if TYPE_CHECKING:
@@ -101,7 +102,16 @@ class Partition:
             keys: who holds which key, where the queries (this partition) are other tokens.
         Raises: as `ContextParallel.plan`.
         """
-        return self.context._plan(core_partition.Sides(self.core, None if keys is None else keys.core), mask)
+        try:
+            if not isinstance(keys, Partition | None):
+                raise PlanError(
+                    f"keys must be a Partition; got {type(keys).__name__}. Write context.partition(key_len)."
+                )
+            sides = core_partition.Sides(self.core, None if keys is None else keys.core)
+        except RingspunError as failure:
+            self.context._agree_on_plan(bytes(32), {}, failure)
+            raise
+        return self.context._plan(sides, mask)
 
     def __repr__(self) -> str:
         return f"Partition(seq_len={self.seq_len}, tokens={self.core.tokens.tolist()}, layout={self.core.layout})"
