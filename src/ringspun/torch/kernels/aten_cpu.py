@@ -16,9 +16,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 FEW = 512
-"""A bfloat16 piece of up to this many rows or keys is computed in float32: rounding each partial result to bfloat16 would
-otherwise be the largest error of a ring (8 ranks over one, rms of dq: 1.25 without, 1.0 with), and costs no time to avoid:
-the op's bfloat16 is faster only from 768 rows on. Masked pieces always are; in blocks of 64 it takes half as long again."""
+"""A bfloat16 piece of up to this many rows or keys is computed in float32: rounding each partial result to bfloat16
+would otherwise be the largest error of a ring (8 ranks over one, rms of dq: 1.25 without, 1.0 with), and costs no time
+to avoid: the op's bfloat16 is faster only from 768 rows on. Masked pieces always are; their blocks are slower in it."""
 
 
 SMALLEST_SCALE = 1e-30
@@ -28,14 +28,15 @@ class AtenCpu(Kernel):
     """Any head size, GQA, f64 / f32 / bf16 / f16. The op wants equal head sizes of q, k and v: the shorter are padded.
     float16 is always computed in float32: the CPU's own is 10 to 500 times slower and its scores can overflow.
 
-    The op's own causal flag is not used: it computes a triangle of n as if it had n + 512 columns (twice the work at 512),
-    where a strip's triangle costs about n + 64.
+    The op's causal flag is not used: it takes a triangle of n as if it had n + 512 columns, twice the work at 512.
+    Strips and masked blocks (`bands`) take what is allowed and little more.
 
     An empty q or k would kill the process in this op; pieces are never empty and empty batches do not reach a kernel.
     Every row of a call sees some key of it: the op's lse of a row that sees none is not -inf.
     """
 
     name = "aten_cpu"
+    sizes = bands.Sizes()
 
     def refuses(self, call: Call) -> str | None:
         if call.device != "cpu":
@@ -47,55 +48,31 @@ class AtenCpu(Kernel):
         return None
 
     def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
-        for batch, piece in _pieces(tiles):
-            q, k, v = _operands(block, batch, piece)
+        for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
+            q, k, v = _operands(block, q_rows, k_rows, piece.masked)
             if piece.masked:
-                out, lse = _attend_masked(q, k, v, block.scale, piece)
+                cuts = bands.row_blocks(piece, self.sizes.block, q.dtype)
+                parts = [
+                    _forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=block.scale)
+                    for a, b, c, d, mask in cuts
+                ]
+                out, lse = (torch.cat(x, 2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
             else:
                 out, lse = _forward(q, k, v, scale=block.scale)
-            rows = Rows(batch, slice(piece.q0, piece.q0 + piece.count * piece.rows))
-            out = out[..., : block.v.shape[-1]]
-            yield Partial(rows, bands.in_a_row(out, piece.count), bands.in_a_row(lse, piece.count))
+            yield Partial(q_rows, out[..., : block.v.shape[-1]], lse)
 
     def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
-        for batch, piece in _pieces(tiles):
-            given = _Backward.of(block, saved, batch, piece)
-            dq, dk, dv = _gradients_masked(given, piece) if piece.masked else given.gradients()
-            sizes = block.q.shape[-1], block.k.shape[-1], block.v.shape[-1]
-            each = [
-                x[..., :size].unflatten(0, (-1, piece.count)).unbind(1)
-                for x, size in zip((dq, dk, dv), sizes, strict=True)
-            ]
-            for i, grads in enumerate(zip(*each, strict=True)):
-                q0, k0 = piece.q0 + i * piece.rows, piece.k0 + i * piece.rows
-                q_rows, k_rows = slice(q0, q0 + piece.rows), slice(k0, k0 + piece.keys)
-                yield Gradients(Rows(batch, q_rows), Rows(batch, k_rows), *grads)
-
-
-def _attend_masked(q: Tensor, k: Tensor, v: Tensor, scale: float, piece: bands.Piece) -> tuple[Tensor, Tensor]:
-    parts = [
-        _forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=scale)
-        for a, b, c, d, mask in bands.row_blocks(piece, q.dtype)
-    ]
-    if len(parts) == 1:
-        return parts[0][0], parts[0][1]
-    # joined in the op's own order of memory, [B, T, H, D]
-    out, lse = (torch.cat([x.transpose(1, 2) for x in xs], 1).transpose(1, 2) for xs in zip(*parts, strict=True))
-    return out, lse
-
-
-def _gradients_masked(given: _Backward, piece: bands.Piece) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = [], torch.zeros_like(given.k), torch.zeros_like(given.v)
-    for a, b, c, d, mask in bands.row_blocks(piece, given.q.dtype):
-        part = given.part(a, b, c, d).gradients(mask)
-        dq.append(part[0])
-        _rows(dk, c, d).add_(part[1])
-        _rows(dv, c, d).add_(part[2])
-    return torch.cat(dq, 2), dk, dv
+        for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
+            given = _Backward.of(block, saved.rows(q_rows), q_rows, k_rows, piece.masked)
+            if not piece.masked:
+                yield Gradients(q_rows, k_rows, *given.gradients())
+                continue
+            for a, b, c, d, mask in bands.key_blocks(piece, self.sizes.block, given.q.dtype):
+                yield Gradients(_within(q_rows, a, b), _within(k_rows, c, d), *given.part(a, b, c, d).gradients(mask))
 
 
 class _Backward(NamedTuple):
-    """What the op's backward is given."""
+    """What the op's backward is given, in its order; and `sizes`, D and Dv without padding."""
 
     dout: Tensor
     q: Tensor
@@ -104,59 +81,60 @@ class _Backward(NamedTuple):
     out: Tensor
     lse: Tensor
     scale: float
+    sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, block: Block, saved: Saved, batch: slice, piece: bands.Piece) -> _Backward:
-        """All rows and keys of a piece."""
-        q, k, v = _operands(block, batch, piece)
-        out, dout = (_queries(x, batch, piece).to(q.dtype) for x in (saved.out, saved.dout))
+    def of(cls, block: Block, saved: Saved, q_rows: Rows, k_rows: Rows, masked: bool) -> _Backward:
+        """All rows and keys of a piece; `saved` of its rows."""
+        q, k, v = _operands(block, q_rows, k_rows, masked)
+        out, dout = saved.out.to(q.dtype), saved.dout.to(q.dtype)
         if saved.dlse is not None:
             # The op makes delta = sum(out * dout) itself. One more column carries ours, with dlse in it:
             # dout' = [dout, 1], out' = [0, delta], v' = [v, 0]. In the op's dtype, so bf16 rounds it.
-            delta = _queries(saved.delta[..., None], batch, piece).to(q.dtype)
-            dout = torch.cat([dout, torch.ones_like(delta)], -1)
-            out = torch.cat([torch.zeros_like(out), delta], -1)
+            delta = saved.delta[..., None].to(q.dtype)
+            dout, out = torch.cat([dout, torch.ones_like(delta)], -1), torch.cat([torch.zeros_like(out), delta], -1)
         size = max(q.shape[-1], dout.shape[-1])
-        lse = _queries(saved.lse[..., None], batch, piece).squeeze(-1)
-        return cls(*(_pad(x, size) for x in (dout, q, k, v, out)), lse, block.scale)
+        dout, q, k, v, out = (_pad(x, size) for x in (dout, q, k, v, out))
+        return cls(dout, q, k, v, out, saved.lse, block.scale, (block.q.shape[-1], block.v.shape[-1]))
 
     def part(self, a: int, b: int, c: int, d: int) -> _Backward:
         """Rows a:b and keys c:d of it."""
         dout, q, out, lse = (_rows(x, a, b) for x in (self.dout, self.q, self.out, self.lse))
-        return _Backward(dout, q, _rows(self.k, c, d), _rows(self.v, c, d), out, lse, self.scale)
+        return _Backward(dout, q, _rows(self.k, c, d), _rows(self.v, c, d), out, lse, self.scale, self.sizes)
 
     def gradients(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)``, with the padding of q, k and v."""
-        *tensors, lse, scale = self
-        dq, dk, dv = _backward(*tensors, lse.contiguous(), 0.0, False, attn_mask=mask, scale=scale)
-        return dq, dk, dv
+        """``(dq, dk, dv)``."""
+        dout, q, k, v, out, lse, scale, (size, value_size) = self
+        dq, dk, dv = _backward(dout, q, k, v, out, lse.contiguous(), 0.0, False, attn_mask=mask, scale=scale)
+        return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
 
-def _pieces(tiles: StepTiles) -> Iterator[tuple[slice, bands.Piece]]:
-    """All pieces of a step, with their batch rows."""
+def _pieces(tiles: StepTiles, sizes: bands.Sizes) -> Iterator[tuple[Rows, Rows, bands.Piece]]:
+    """All pieces of a step, with their query rows and key rows."""
     for tile in tiles.bands:
-        q0, q1, k0, k1, lo, hi = tile[2:]
-        for piece in bands.pieces((q0, q1, k0, k1, lo, hi)):
-            yield tile_rows(tile)[0].batch, piece
+        b0, b1, q0, q1, k0, k1, lo, hi = tile
+        for piece in bands.pieces((q0, q1, k0, k1, lo, hi), sizes):
+            yield *tile_rows([b0, b1, *piece]), piece
 
 
-def _operands(block: Block, batch: slice, piece: bands.Piece) -> tuple[Tensor, Tensor, Tensor]:
-    """A piece's q, k and v, of one head size; in float32 where their own dtype would be too coarse or too slow."""
-    q = _queries(block.q, batch, piece)
-    k, v = (bands.windows(x[batch], piece.k0, piece.keys, piece.rows, piece.count) for x in (block.k, block.v))
-    coarse = q.dtype == torch.bfloat16 and (piece.masked or min(piece.rows, piece.keys) <= FEW)
+def _operands(block: Block, q_rows: Rows, k_rows: Rows, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Some rows of q, k and v, of one head size; in float32 where their own dtype would be too coarse or too slow."""
+    q = block.q[q_rows.batch, :, q_rows.tokens]
+    k, v = (x[k_rows.batch, :, k_rows.tokens] for x in (block.k, block.v))
+    coarse = q.dtype == torch.bfloat16 and (masked or min(q.shape[2], k.shape[2]) <= FEW)
     if coarse or q.dtype == torch.float16:
         q, k, v = q.float(), k.float(), v.float()
     size = max(q.shape[-1], v.shape[-1])
     return _pad(q, size), _pad(k, size), _pad(v, size)
 
 
-def _queries(x: Tensor, batch: slice, piece: bands.Piece) -> Tensor:
-    return bands.windows(x[batch], piece.q0, piece.rows, piece.rows, piece.count)
-
-
 def _rows(x: Tensor, first: int, last: int) -> Tensor:
     return x.narrow(2, first, last - first)
+
+
+def _within(rows: Rows, first: int, last: int) -> Rows:
+    start: int = rows.tokens.start
+    return Rows(rows.batch, slice(start + first, start + last))
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
