@@ -94,9 +94,14 @@ def _piece(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Piece:
 def row_blocks(piece: Piece, block: int, dtype: torch.dtype) -> Iterator[MaskedBlock]:
     """A masked piece in blocks of rows, each with all keys that it sees."""
     rows, keys, lo, hi = piece.q1 - piece.q0, piece.k1 - piece.k0, piece.lo, piece.hi
-    mask = _additive(min(block, rows), hi - lo, dtype)
+    if min(rows, keys) <= block:
+        yield MaskedBlock(0, rows, 0, keys, _additive(rows, keys, lo, hi, dtype))
+        return
+    mask = _additive(
+        block, block + hi - lo, lo - hi, 0, dtype
+    )  # of a block that no edge clips: its keys start at a - hi
     for a in range(0, rows, block):
-        b, start = min(a + block, rows), a - hi  # where the keys of a block start that no edge clips
+        b, start = min(a + block, rows), a - hi
         first, last = max(0, start), min(keys, b - lo)
         yield MaskedBlock(a, b, first, last, mask[: b - a, first - start : last - start])
 
@@ -104,14 +109,19 @@ def row_blocks(piece: Piece, block: int, dtype: torch.dtype) -> Iterator[MaskedB
 def key_blocks(piece: Piece, block: int, dtype: torch.dtype) -> Iterator[MaskedBlock]:
     """A masked piece in blocks of keys, each with all rows that see it."""
     rows, keys, lo, hi = piece.q1 - piece.q0, piece.k1 - piece.k0, piece.lo, piece.hi
-    mask = _additive(min(block, keys), hi - lo, dtype).mT.contiguous()
+    if min(rows, keys) <= block:
+        yield MaskedBlock(0, rows, 0, keys, _additive(rows, keys, lo, hi, dtype))
+        return
+    mask = _additive(
+        block + hi - lo, block, 0, hi - lo, dtype
+    )  # of a block that no edge clips: its rows start at a + lo
     for a in range(0, keys, block):
         b, start = min(a + block, keys), a + lo
         first, last = max(0, start), min(rows, b + hi)
         yield MaskedBlock(first, last, a, b, mask[first - start : last - start, : b - a])
 
 
-def _additive(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """``[rows, rows + width]``: 0 where ``0 <= j - i <= width``, -inf elsewhere. Any block of a band is part of it."""
-    hidden = torch.full((rows, rows + width), -torch.inf, dtype=dtype)
-    return hidden.tril(-1) + hidden.triu(width + 1)
+def _additive(rows: int, keys: int, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
+    """0 where ``lo <= i - j <= hi``, -inf elsewhere."""
+    hidden = torch.full((rows, keys), -torch.inf, dtype=dtype)
+    return hidden.triu_(1 - lo) if hi >= rows - 1 else hidden.triu(1 - lo) + hidden.tril(-1 - hi)
