@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringspun.core import regions as rg
 from ringspun.core.reference import attention, attention_with_gradients
-from ringspun.torch.kernels import AtenCpu, bands
+from ringspun.torch.kernels import AtenCpu, Call, Kernel, LoweredKernel, aten_cpu, bands
 from ringspun.torch.kernels.base import Block, Saved, StepTiles
 from ringspun.torch.softmax import RunningSoftmax
 
@@ -69,7 +69,7 @@ def test_masked_blocks_hold_every_pair_once_and_are_tight(tile, sizes, blocks):
         assert np.array_equal(times, of_piece(piece))
 
 
-def of_kernel(kernel: AtenCpu, tile, tensors, dlse: torch.Tensor | None) -> list[torch.Tensor]:
+def of_kernel(kernel: Kernel, tile, tensors, dlse: torch.Tensor | None) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv of one tile."""
     q, k, v, dout = tensors
     block, step = Block(q, k, v, 0.4), StepTiles(np.array([[0, -1, *tile]], np.int64))
@@ -153,3 +153,27 @@ def test_bfloat16_bands_are_as_exact_as_float32_but_for_their_last_rounding():
     right, _, _ = attention(*(x.double().numpy() for x in narrow[:3]), allowed=allowed(tile), scale=0.4)
     assert part.out.dtype == torch.float32
     np.testing.assert_allclose(part.out.numpy(), right, rtol=0, atol=2e-6)
+
+
+class Flagged(LoweredKernel):
+    """A kernel that knows full and causal rectangles only, by the op's flag."""
+
+    name = "flagged"
+
+    def refuses(self, call: Call) -> str | None:
+        return None
+
+    def partial(self, block: Block, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return aten_cpu._forward(*block[:3], is_causal=causal, scale=block.scale)
+
+    def partial_backward(self, block: Block, saved: Saved, *, causal: bool) -> tuple[torch.Tensor, ...]:
+        given = (saved.dout, *block[:3], saved.out, saved.lse.contiguous())
+        return aten_cpu._backward(*given, 0.0, causal, scale=block.scale)
+
+
+@given(tiles())
+def test_two_kinds_of_rectangles_are_enough_for_any_band(tile):
+    tensors = given_tensors((4, 4))
+    found, right = (of_kernel(kernel, tile, tensors, None) for kernel in (Flagged(), AtenCpu()))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
