@@ -36,7 +36,7 @@ CASES: tuple[tuple[Mask, Layout, float], ...] = (
     (Window(512), Contiguous(), 0.45),
     (Causal() & Documents(DOCUMENTS), Striped(512), 0.25),
 )
-"""Masks, the layout that balances each best on two ranks, and the excess to stay under."""
+"""Masks, a layout that balances each on two ranks (the busier has at most 3 % more than the mean), and the bar."""
 
 
 def in_processes(pool: RankPool, work: Work) -> float:
