@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringspun import Contiguous, Full
+from ringspun import Contiguous, Full, Window
 from ringspun.torch import ContextParallel, Plan
 
 S = 12
@@ -67,6 +67,16 @@ def two_contexts_in_another_order(rank: int, lengths: tuple[int, int]) -> tuple[
     for plan in plans:
         plan.attention(*tensors(plan, 0.0))
     order = [(plans[0], 1.0), (plans[1], 2.0)]
+    return outcome(lambda: [p.attention(*tensors(p, v)).max().item() for p, v in (order if rank else order[::-1])])
+
+
+def two_masks_in_another_order(rank: int) -> tuple[str, str]:
+    """Of one partition: their messages hold other rows, and so other numbers of bytes."""
+    full = ContextParallel(layout=Contiguous(), timeout_s=2).plan(S, Full())
+    near = full.with_mask(Window(2))
+    for plan in (full, near):
+        plan.attention(*tensors(plan, 0.0))
+    order = [(full, 1.0), (near, 2.0)]
     return outcome(lambda: [p.attention(*tensors(p, v)).max().item() for p, v in (order if rank else order[::-1])])
 
 

@@ -24,8 +24,9 @@ from ringspun.testing.comparison import errors, judge
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.bias import Alibi, RelativeTable
+from ringspun.torch.execution import Options
 from ringspun.torch.ops import REGISTRY
-from ringspun.torch.plan import KEPT_OPTIONS, Options
+from ringspun.torch.plan import KEPT_OPTIONS
 
 FAR = 2**40
 EVERYTHING = Arguments(0.7, 3.0, True, "table")

@@ -205,6 +205,16 @@ PLANS = {
         "layout must be a Layout, e.g. Zigzag(); got 'zigzag'",
     ),
     "a start alone": (PlanError, {"query_start": 3}, "query_start must come with key_len; got query_start=3 alone"),
+    "a start and another layout": (
+        PlanError,
+        {"query_start": 3, "key_layout": Contiguous()},
+        "query_start must come with key_len; got query_start=3 alone",
+    ),
+    "a start in words": (
+        LayoutError,
+        {"query_start": "3", "key_len": S, "mask": Documents([3, 5])},
+        "start must be an integer within +-2**48; got '3'",
+    ),
     "half a start": (
         LayoutError,
         {"query_start": 0.5, "key_len": S},
@@ -230,6 +240,14 @@ def test_arguments_of_a_plan_that_do_not_fit(wrong):
     error, asked, words = PLANS[wrong]
     with pytest.raises(error, match=re.escape(words)):
         ContextParallel(Loopback(3), layout=Zigzag()).plan(S, **({"mask": Causal()} | asked))
+
+
+def test_keys_that_are_no_partition():
+    part = ContextParallel(Loopback(2)).partition(S)
+    with pytest.raises(PlanError, match=r"keys must be a Partition; got 8\. Write keys=context\.partition\(key_len\)"):
+        part.plan(Causal(), keys=8)
+    with pytest.raises(LayoutError, match=r"keys must be dealt to the queries' ring of 2; got one of 3\."):
+        part.plan(Causal(), keys=ContextParallel(Loopback(3)).partition(S))
 
 
 def test_shapes_of_cross_attention_name_both_sides():

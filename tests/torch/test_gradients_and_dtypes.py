@@ -11,8 +11,8 @@ import torch
 from ringspun import Band, Causal, Striped, Window, Zigzag
 from ringspun.errors import DtypeError, NotDifferentiable, RingspunError
 from ringspun.torch import ContextParallel, Loopback, Plan
+from ringspun.torch.execution import Options
 from ringspun.torch.ops import REGISTRY, Registry, attention_op
-from ringspun.torch.plan import Options
 
 KERNELS = ("aten_cpu", "eager")
 S = 19

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringspun import Causal, Window, Zigzag
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.bias import Alibi, Rule
+from ringspun.torch.execution import Options
 from ringspun.torch.ops import attention_backward_op, attention_op
-from ringspun.torch.plan import Options
 
 S = 13
 

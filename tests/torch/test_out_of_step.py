@@ -14,6 +14,7 @@ from on_ranks_out_of_step import (
     gather_different_things,
     raise_between_forward_and_backward,
     two_contexts_in_another_order,
+    two_masks_in_another_order,
 )
 
 from ringspun import Causal, Contiguous, Documents, Full
@@ -70,6 +71,13 @@ def test_backward_belongs_to_its_forward(pair):
 @pytest.mark.parametrize("lengths", [(12, 12), (12, 400)], ids=str)
 def test_two_contexts_of_one_group_are_told_apart(pair, lengths):
     kinds = [kind for kind, _ in pair.run(two_contexts_in_another_order, lengths, timeout_s=30)]
+    assert set(kinds) <= LOUD
+
+
+@pytest.mark.processes
+def test_two_masks_of_one_partition_are_told_apart(pair):
+    """gloo aborts a process that gets a longer message than it waits for."""
+    kinds = [kind for kind, _ in pair.run(two_masks_in_another_order, timeout_s=30)]
     assert set(kinds) <= LOUD
 
 

@@ -27,9 +27,10 @@ from ringspun.errors import PlanError, RingspunWarning
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.execution import Options
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
-from ringspun.torch.plan import Options, Plan, check_schedules
+from ringspun.torch.plan import Plan, check_schedules
 
 CHECKS = ("header",)
 KEPT_READY = 4
@@ -130,11 +131,13 @@ class ContextParallel:
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            others = {"key_len": key_len, "key_layout": key_layout, "query_start": query_start}
-            sides = self.geometry.sides(seq_len, documents, **others)
+            sides = self.geometry.sides(
+                seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
+            )
             own = _documents_of(mask)
-            if documents is None and own is not None and (key_len is None or own.end <= query_start + seq_len):
-                sides = self.geometry.sides(seq_len, own, **others)  # not where documents are the keys' alone
+            if documents is None and own is not None and (sides.same or own.end <= query_start + seq_len):
+                queries = self.geometry.partition(seq_len, own, start=query_start)
+                sides = Sides(queries, None if sides.same else sides.keys)  # not where documents are the keys' alone
         except Exception as failure:
             self._agree_on_plan(bytes(32), {}, failure)
             raise

@@ -104,9 +104,7 @@ class Partition:
         """
         try:
             if not isinstance(keys, Partition | None):
-                raise PlanError(
-                    f"keys must be a Partition; got {type(keys).__name__}. Write context.partition(key_len)."
-                )
+                raise PlanError(f"keys must be a Partition; got {keys!r}. Write keys=context.partition(key_len).")
             sides = core_partition.Sides(self.core, None if keys is None else keys.core)
         except RingspunError as failure:
             self.context._agree_on_plan(bytes(32), {}, failure)

@@ -1,72 +1,146 @@
-"""`aten_cpu`: torch's own flash attention for the CPU, forward and backward, called per tile."""
+"""`aten_cpu`: torch's own flash attention for the CPU, forward and backward, called per piece of a tile."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringspun.torch.kernels.base import Block, Call, LoweredKernel, Saved, plain_only
+from ringspun.torch.kernels import bands
+from ringspun.torch.kernels.base import (
+    Block,
+    Call,
+    Gradients,
+    Kernel,
+    Partial,
+    Rows,
+    Saved,
+    StepTiles,
+    plain_only,
+    tile_rows,
+)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-FEW_KEYS = 256
-"""Up to this many keys a bfloat16 tile is computed in float32: rounding each partial result to bfloat16 would otherwise
-be the largest error of a ring (8 ranks over one, rms of dq: 1.25 without, 1.0 with), and costs no time to avoid."""
+FEW = 512
+"""A bfloat16 piece of up to this many rows or keys is computed in float32: rounding each partial result to bfloat16
+would otherwise be the largest error of a ring (8 ranks over one, rms of dq: 1.25 without, 1.0 with), and costs no time
+to avoid: the op's bfloat16 is faster only from 768 rows on. Masked pieces always are; their blocks are slower in it."""
 
 
-SMALLEST_SCALE = 1e-30
-
-
-class AtenCpu(LoweredKernel):
+class AtenCpu(Kernel):
     """Any head size, GQA, f64 / f32 / bf16 / f16. The op wants equal head sizes of q, k and v: the shorter are padded.
     float16 is always computed in float32: the CPU's own is 10 to 500 times slower and its scores can overflow.
 
-    An empty q or k would kill the process in this op; tiles are never empty and empty batches do not reach a kernel.
+    The op's causal flag is not used: it takes a triangle of n as if it had n + 512 columns, twice the work at 512.
+    Strips and masked blocks (`bands`) take what is allowed and little more.
+
+    An empty q or k would kill the process in this op; pieces are never empty and empty batches do not reach a kernel.
+    Every row of a call sees some key of it: the op's lse of a row that sees none is not -inf.
     """
 
     name = "aten_cpu"
+    sizes = bands.Sizes()
 
     def refuses(self, call: Call) -> str | None:
         if call.device != "cpu":
             return f"device must be cpu; got {call.device}"
         if call.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"dtype must be float64, float32, bfloat16 or float16; got {call.dtype}"
-        if call.scale < SMALLEST_SCALE:  # the op multiplies its -inf by it: NaN under a causal mask
-            return f"scale must be positive, at least {SMALLEST_SCALE}; got {call.scale}"
         return plain_only(call)
 
-    def partial(self, block: Block, *, causal: bool) -> tuple[Tensor, Tensor]:
-        block = _widened(block)
-        size, value_size = max(block.q.shape[-1], block.v.shape[-1]), block.v.shape[-1]
-        q, k, v = (_pad(x, size) for x in (block.q, block.k, block.v))
-        out, lse = _forward(q, k, v, is_causal=causal, scale=block.scale)
-        return out[..., :value_size], lse
+    def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
+        for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
+            q, k, v = _operands(block, q_rows, k_rows, piece.masked)
+            if piece.masked:
+                cuts = bands.row_blocks(piece, self.sizes.block, q.dtype)
+                parts = [
+                    _forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=block.scale)
+                    for a, b, c, d, mask in cuts
+                ]
+                out, lse = (torch.cat(x, 2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+            else:
+                out, lse = _forward(q, k, v, scale=block.scale)
+            yield Partial(q_rows, out[..., : block.v.shape[-1]], lse)
 
-    def partial_backward(self, block: Block, saved: Saved, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        block = _widened(block)
-        q, k, v = block.q, block.k, block.v
+    def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
+        for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
+            given = _Backward.of(block, saved.rows(q_rows), q_rows, k_rows, piece.masked)
+            if not piece.masked:
+                yield Gradients(q_rows, k_rows, *given.gradients())
+                continue
+            for a, b, c, d, mask in bands.key_blocks(piece, self.sizes.block, given.q.dtype):
+                yield Gradients(_within(q_rows, a, b), _within(k_rows, c, d), *given.part(a, b, c, d).gradients(mask))
+
+
+class _Backward(NamedTuple):
+    """What the op's backward is given, in its order; and `sizes`, D and Dv without padding."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    sizes: tuple[int, int]
+
+    @classmethod
+    def of(cls, block: Block, saved: Saved, q_rows: Rows, k_rows: Rows, masked: bool) -> _Backward:
+        """All rows and keys of a piece; `saved` of its rows."""
+        q, k, v = _operands(block, q_rows, k_rows, masked)
         out, dout = saved.out.to(q.dtype), saved.dout.to(q.dtype)
-        head_size, value_size = q.shape[-1], v.shape[-1]
         if saved.dlse is not None:
             # The op makes delta = sum(out * dout) itself. One more column carries ours, with dlse in it:
             # dout' = [dout, 1], out' = [0, delta], v' = [v, 0]. In the op's dtype, so bf16 rounds it.
-            one = torch.ones_like(dout[..., :1])
-            dout = torch.cat([dout, one], -1)
-            out = torch.cat([torch.zeros_like(out), saved.delta[..., None].to(out.dtype)], -1)
-            v = torch.cat([v, torch.zeros_like(v[..., :1])], -1)
-        size = max(head_size, v.shape[-1])
-        q, k, v, out, dout = (_pad(x, size) for x in (q, k, v, out, dout))
-        lse = saved.lse.contiguous()
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=block.scale)
-        return dq[..., :head_size], dk[..., :head_size], dv[..., :value_size]
+            delta = saved.delta[..., None].to(q.dtype)
+            dout, out = torch.cat([dout, torch.ones_like(delta)], -1), torch.cat([torch.zeros_like(out), delta], -1)
+        size = max(q.shape[-1], dout.shape[-1])
+        dout, q, k, v, out = (_pad(x, size) for x in (dout, q, k, v, out))
+        return cls(dout, q, k, v, out, saved.lse, block.scale, (block.q.shape[-1], block.v.shape[-1]))
+
+    def part(self, a: int, b: int, c: int, d: int) -> _Backward:
+        """Rows a:b and keys c:d of it."""
+        dout, q, out, lse = (_rows(x, a, b) for x in (self.dout, self.q, self.out, self.lse))
+        return _Backward(dout, q, _rows(self.k, c, d), _rows(self.v, c, d), out, lse, self.scale, self.sizes)
+
+    def gradients(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)``."""
+        dout, q, k, v, out, lse, scale, (size, value_size) = self
+        dq, dk, dv = _backward(dout, q, k, v, out, lse.contiguous(), 0.0, False, attn_mask=mask, scale=scale)
+        return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
 
-def _widened(block: Block) -> Block:
-    """`block` in float32 where its own dtype would be too coarse or too slow."""
-    narrow = block.q.dtype == torch.float16 or (block.q.dtype == torch.bfloat16 and block.k.shape[2] <= FEW_KEYS)
-    return Block(block.q.float(), block.k.float(), block.v.float(), block.scale) if narrow else block
+def _pieces(tiles: StepTiles, sizes: bands.Sizes) -> Iterator[tuple[Rows, Rows, bands.Piece]]:
+    """All pieces of a step, with their query rows and key rows."""
+    for tile in tiles.bands:
+        b0, b1, q0, q1, k0, k1, lo, hi = tile
+        for piece in bands.pieces((q0, q1, k0, k1, lo, hi), sizes):
+            yield *tile_rows([b0, b1, *piece]), piece
+
+
+def _operands(block: Block, q_rows: Rows, k_rows: Rows, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Some rows of q, k and v, of one head size; in float32 where their own dtype would be too coarse or too slow."""
+    q = block.q[q_rows.batch, :, q_rows.tokens]
+    k, v = (x[k_rows.batch, :, k_rows.tokens] for x in (block.k, block.v))
+    coarse = q.dtype == torch.bfloat16 and (masked or min(q.shape[2], k.shape[2]) <= FEW)
+    if coarse or q.dtype == torch.float16:
+        q, k, v = q.float(), k.float(), v.float()
+    size = max(q.shape[-1], v.shape[-1])
+    return _pad(q, size), _pad(k, size), _pad(v, size)
+
+
+def _rows(x: Tensor, first: int, last: int) -> Tensor:
+    return x.narrow(2, first, last - first)
+
+
+def _within(rows: Rows, first: int, last: int) -> Rows:
+    start: int = rows.tokens.start
+    return Rows(rows.batch, slice(start + first, start + last))
 
 
 def _pad(x: Tensor, size: int) -> Tensor:

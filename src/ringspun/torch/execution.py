@@ -1,0 +1,214 @@
+"""Execution: what an op's handle stands for. Agrees with the other ranks on a call, then runs the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspun.core.partition import Sides
+from ringspun.core.schedule import Schedule
+from ringspun.core.wire import Format
+from ringspun.errors import RingspunError
+from ringspun.torch import ring, sharding
+from ringspun.torch.bias import RankBias, Rule
+from ringspun.torch.buffers import BufferPool
+from ringspun.torch.drivers import Driver
+from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.kernels import Call, Kernel, choose
+from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
+from ringspun.torch.ops import Grads
+
+TOPIC = "an attention call"
+BACKWARD_TOPIC = "a backward call"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is fixed in an op's handle beside the plan: the kernel asked for, and the rule of a bias."""
+
+    kernel: str | Kernel | None = None
+    rule: Rule | None = None
+
+
+@dataclass(eq=False)
+class Calls:
+    """What all calls of a plan share.
+
+    Args:
+        agreed: facts of the last call that all ranks agreed on, by topic.
+    """
+
+    driver: Driver
+    pool: BufferPool
+    sides: Sides
+    schedules: tuple[Schedule, ...]
+    plan_id: int
+    agreed: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, failure: Exception) -> None:
+        """Tell the other ranks: by the first call's agreement where they wait in it, else by a note."""
+        if not self.agreed:
+            self.driver.agree(TOPIC, bytes(32), {}, failure)
+        self.driver.report(failure)
+
+    def agree(self, topic: str, wire: Format, fields: dict[str, str]) -> None:
+        """Agree with all ranks on the facts of a call: at a plan's first call, and whenever facts or sizes change.
+
+        To remember all facts ever agreed on is not enough: ranks that then call with two different known ones, of one
+        plan or of two, send each other messages of two lengths, and gloo aborts a process for that.
+        """
+        text, sizes = repr(sorted(fields.items())), repr((wire, self.schedules[0].travelling_tokens.tobytes()))
+        if self.agreed.get(topic) == text and self.driver.state.agreed_sizes == sizes:
+            return
+        self.driver.agree(
+            topic, digest_of((topic, text, sizes)), {**fields, "seq_len": str(self.sides.queries.seq_len)}
+        )
+        self.agreed[topic] = text
+        self.driver.state.agreed_sizes = sizes
+
+    @cached_property
+    def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
+        """Per rank, the tiles of forward's steps and of backward's; one list where they are the same, lowered once."""
+        return [_step_tiles(s) for s in self.schedules]
+
+    def jobs(
+        self, q: Tensor, wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None, of: int | None = None
+    ) -> list[ring.Job]:
+        """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
+        state = self.driver.state
+        number, state.calls = state.calls, state.calls + 1
+        phase = 0 if of is None else 1 + of
+        jobs = []
+        for schedule, tiles in zip(self.schedules, self._tiles, strict=True):
+            bias = None if rule is None else self._bias(q, rule, terms.bias, schedule.ring_rank)
+            ids = self.plan_id, number, phase
+            jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids))
+        return jobs
+
+    def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, ring_rank: int) -> RankBias:
+        values = q.new_zeros(0) if values is None else values
+
+        @lru_cache(maxsize=1)
+        def keys(rank: int) -> Tensor:
+            rows = slice(None) if rank == ring_rank else self.schedules[0].travelling_rows(rank)
+            return torch.from_numpy(self.sides.keys.positions(rank)[rows]).to(q.device)
+
+        own = torch.from_numpy(self.sides.queries.positions(ring_rank)).to(q.device)
+        return RankBias(rule, values.to(accumulator_dtype(q.dtype)), own, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Execution:
+    """A plan with a call's options fixed: what an op's handle stands for."""
+
+    calls: Calls
+    options: Options
+
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, int]:
+        calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
+        kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
+        calls.agree(TOPIC, wire, _facts(wire, kernel, terms, rule))
+        jobs = calls.jobs(q, wire, kernel, terms, rule)
+        if q.shape[0] == 0:
+            out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+            return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), jobs[0].call
+        programs = [ring.forward(job, *rows) for job, rows in zip(jobs, self._rows(q, k, v), strict=True)]
+        with torch.autocast(q.device.type, enabled=False):
+            results = calls.driver.run(programs)
+        out, lse = (_joined(parts) for parts in zip(*results, strict=True))
+        if rule is not None:
+            try:
+                rule.check_lse(lse)
+            except RingspunError as failure:
+                calls.fail(failure)
+                raise
+        return out, lse, jobs[0].call
+
+    def run_backward(
+        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, call: int
+    ) -> tuple[Tensor, ...]:
+        calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
+        kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
+        facts = _facts(wire, kernel, terms, rule) | {"gradients of q, k, v, sinks, bias": str(grads.needs)}
+        calls.agree(BACKWARD_TOPIC, wire, facts)
+        jobs = calls.jobs(q, wire, kernel, terms, rule, of=call)
+        if q.shape[0] == 0:
+            shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared
+        saved = _saved(grads, out, lse)
+        here = calls.driver.ring_ranks
+        q_rows = sharding.slices(calls.sides.queries, here)
+        programs = [
+            ring.backward(job, *rows, saved.rows(Rows(slice(None), r)))
+            for job, rows, r in zip(jobs, self._rows(q, k, v), q_rows, strict=True)
+        ]
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv, dbias = zip(*calls.driver.run(programs), strict=True)
+        return _joined(dq), _joined(dk), _joined(dv), _sink_gradients(saved, terms.sinks), sum(dbias[1:], dbias[0])
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The rows of each rank that this process plays."""
+        sides, here = self.calls.sides, self.calls.driver.ring_ranks
+        both = zip(sharding.slices(sides.queries, here), sharding.slices(sides.keys, here), strict=True)
+        return [(q[:, :, a], k[:, :, b], v[:, :, b]) for a, b in both]
+
+
+def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
+    dtype = accumulator_dtype(out.dtype)
+    delta = (out.to(dtype) * grads.dout.to(dtype)).sum(-1)
+    if grads.dlse is not None:
+        delta -= grads.dlse
+    return Saved(out, lse, grads.dout, grads.dlse, delta)
+
+
+def _sink_gradients(saved: Saved, sinks: Tensor | None) -> Tensor:
+    """This process's share: a sink is one more key, of value 0, in every row: its weight times (0 - delta)."""
+    if sinks is None:
+        return saved.delta.new_zeros(0)
+    logits = sinks.to(saved.lse.dtype)[:, None]
+    weight = torch.exp(logits - saved.lse).masked_fill(logits == -torch.inf, 0.0)
+    seen = (saved.out != 0).any(-1)  # in a row without keys dout may hold anything, NaN too: out is 0 whatever happens
+    delta = saved.delta.masked_fill(~seen, 0.0) if saved.dlse is None else torch.where(seen, saved.delta, -saved.dlse)
+    return -(weight * delta).sum((0, 2))
+
+
+def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
+    one, two = schedule.forward, schedule.backward
+    backward = [StepTiles(two.tiles_of(step)) for step in range(len(two))]
+    offsets = two.tile_offsets[: len(one.tile_offsets)]  # backward's extra last steps have none
+    if np.array_equal(one.tiles, two.tiles) and np.array_equal(one.tile_offsets, offsets):
+        return backward, backward
+    return [StepTiles(one.tiles_of(step)) for step in range(len(one))], backward
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Ranks' rows joined; a fresh contiguous tensor in any case, because an op's results must not alias its inputs."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), 2)
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, rule: Rule | None) -> Call:
+    """What kernels judge a call by."""
+    kind = "" if rule is None else rule.name
+    return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type, scale, softcap, kind)
+
+
+def wire_of(q: Tensor, k: Tensor, v: Tensor) -> Format:
+    """What the messages of a call look like."""
+    size = accumulator_dtype(q.dtype).itemsize
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], dtype, q.dtype.itemsize, size)
+
+
+def _facts(wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None) -> dict[str, str]:
+    asked = {"scale": repr(terms.scale), "kernel": kernel.name, "softcap": repr(terms.softcap), "bias": str(rule)}
+    shared = {name: _described(x) for name, x in (("sinks", terms.sinks), ("bias tensor", terms.bias))}
+    return {**{k: str(v) for k, v in asdict(wire).items()}, **asked, **shared}
+
+
+def _described(x: Tensor | None) -> str:
+    return "None" if x is None else f"{x.dtype} {list(x.shape)}"
