@@ -70,14 +70,14 @@ def two_contexts_in_another_order(rank: int, lengths: tuple[int, int]) -> tuple[
     return outcome(lambda: [p.attention(*tensors(p, v)).max().item() for p, v in (order if rank else order[::-1])])
 
 
-def two_masks_in_another_order(rank: int) -> tuple[str, str]:
-    """Of one partition: their messages hold other rows, and so other numbers of bytes."""
+def two_masks_in_another_order(rank: int, whole: int) -> tuple[str, str]:
+    """Of one partition: their messages hold other rows, and so other numbers of bytes. Rank `whole` sends all first."""
     full = ContextParallel(layout=Contiguous(), timeout_s=2).plan(S, Full())
     near = full.with_mask(Window(2))
     for plan in (full, near):
         plan.attention(*tensors(plan, 0.0))
-    order = [(full, 1.0), (near, 2.0)]
-    return outcome(lambda: [p.attention(*tensors(p, v)).max().item() for p, v in (order if rank else order[::-1])])
+    order = [(full, 1.0), (near, 2.0)] if rank == whole else [(near, 2.0), (full, 1.0)]
+    return outcome(lambda: [p.attention(*tensors(p, v)).max().item() for p, v in order])
 
 
 def gather_different_things(rank: int, what: str) -> tuple[str, str]:

@@ -75,9 +75,10 @@ def test_two_contexts_of_one_group_are_told_apart(pair, lengths):
 
 
 @pytest.mark.processes
-def test_two_masks_of_one_partition_are_told_apart(pair):
+@pytest.mark.parametrize("whole", [0, 1])
+def test_two_masks_of_one_partition_are_told_apart(pair, whole):
     """gloo aborts a process that gets a longer message than it waits for."""
-    kinds = [kind for kind, _ in pair.run(two_masks_in_another_order, timeout_s=30)]
+    kinds = [kind for kind, _ in pair.run(two_masks_in_another_order, whole, timeout_s=30)]
     assert set(kinds) <= LOUD
 
 
