@@ -80,7 +80,7 @@ def of_kernel(kernel: Kernel, tile, tensors, dlse: torch.Tensor | None) -> list[
     delta = (out * dout).sum(-1) - (0 if dlse is None else dlse)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     for g in kernel.backward(block, Saved(out, lse, dout, dlse, delta), step):
-        for total, rows, share in zip(grads, (g.q_rows, g.k_rows, g.k_rows), g[2:], strict=True):
+        for total, rows, share in zip(grads, (g.q_rows, g.k_rows, g.k_rows), (g.dq, g.dk, g.dv), strict=True):
             total[rows.batch, :, rows.tokens] += share
     return [out, lse, *grads]
 

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -156,6 +158,22 @@ def test_N1_the_running_merge_keeps_rows_that_nobody_has_seen_yet():
     whole.add(..., x.clone(), lse)
     for a, b in zip((whole.out, whole.lse), merge(*partial(1), x, lse), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 7), st.booleans()), max_size=8))
+def test_the_running_merge_takes_parts_of_rows_in_any_order(parts):
+    """What is added where nothing was yet is written, not merged: gaps stay empty, and no part is lost or doubled."""
+    x, _ = partial(0)
+    running, expected = RunningSoftmax(x.shape, x.dtype, x.device), empty(x)
+    for seed, (start, length, first_batch_row) in enumerate(parts):
+        part = tuple(t.clone() for t in empty(x))
+        rows = (slice(0, 1 if first_batch_row else None), slice(None), slice(start, min(start + length, x.shape[2])))
+        for mine, given_part in zip(part, partial(seed), strict=True):
+            mine[rows] = given_part[rows]
+        expected = merge(*expected, *part)
+        running.add(rows, part[0][rows], part[1][rows])
+    torch.testing.assert_close(running.out, expected[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(running.lse, expected[1], rtol=0, atol=1e-14)
 
 
 # -- blockwise_attention ---------------------------------------------------------------------------------------------

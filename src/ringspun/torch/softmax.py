@@ -69,6 +69,7 @@ class RunningSoftmax:
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._fresh = 0  # from this row on nothing was added yet, and what comes is written instead of merged
 
     @property
     def out(self) -> Tensor:
@@ -85,21 +86,30 @@ class RunningSoftmax:
         return self._lse
 
     def add(self, rows: Any, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial result into ``self.out[rows]``; rows that saw no key are (0, -inf). May overwrite `out`."""
-        if self._out is None and self._lse is None and out.shape == self.shape:
-            self._out, self._lse = out.to(self.dtype), lse.to(self.dtype)
+        """Merge a partial result into ``self.out[rows]``; rows that saw no key are (0, -inf).
+
+        Args:
+            rows: ``...``, or an index whose last entry is a slice of T. out, lse: of those rows; may be kept.
+        """
+        first, last = (0, self.shape[-2]) if rows is ... else (rows[-1].start, rows[-1].stop)
+        if self._out is None and out.shape == self.shape:
+            self._out, self._lse, self._fresh = out.to(self.dtype), lse.to(self.dtype), last
             return
         mine, mine_lse = self.out[rows], self.lse[rows]
+        fresh, self._fresh = self._fresh, max(self._fresh, last)
+        if first >= fresh:
+            mine.copy_(out)
+            mine_lse.copy_(lse)
+            return
         lse = lse.to(self.dtype)
         total = torch.logaddexp(mine_lse, lse)
-        safe = total.masked_fill(total == -torch.inf, 0.0)
-        keep, take = torch.exp(mine_lse - safe)[..., None], torch.exp(lse - safe)[..., None]
-        mine.mul_(keep).add_(out.to(self.dtype).mul_(take))
+        take = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+        mine.lerp_(out.to(self.dtype), take[..., None])  # both weights add up to 1; exact where one of them is
         mine_lse.copy_(total)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge one key of score ``sinks[h]`` and value 0 into every row of head h; -inf is none. Once, at the end."""
-        out, lse = self.out, self.lse
+        out, lse, self._fresh = self.out, self.lse, self.shape[-2]
         total = torch.logaddexp(lse, sinks.to(self.dtype)[:, None])
         out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None])
         lse.copy_(total)
