@@ -205,7 +205,7 @@ def test_plans_that_differ_in_one_argument_are_different_plans():
     asked += [{"mask": Causal(), "key_len": 8, "key_layout": Zigzag()}, {"mask": Causal(), "key_len": 80}]
     asked += [{"mask": m} for m in ([Causal()], [Causal(), Full()], [Full(), Causal()], [Causal(), Causal()])]
     plans = [context.plan(8, **a) for a in asked]
-    assert len({id(p) for p in plans}) == len({p._id for p in plans}) == len(plans)
+    assert len({id(p) for p in plans}) == len({p._calls.plan_id for p in plans}) == len(plans)
     assert all(context.plan(8, **a) is p for a, p in zip(asked, plans, strict=True))  # from the cache
     assert context.plan(8, Causal()) is context.plan(8, Causal(), key_len=8)  # the same tokens
 
