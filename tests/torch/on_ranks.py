@@ -225,20 +225,18 @@ def run_sleepy(rank: int, case: Case, seed: int, longest_s: float) -> dict[str, 
 
 
 def send_much(rank: int, megabytes: int) -> tuple[float, float, float]:
-    """Two tokens of two shards see each other; the whole block travels for them. Their out and gradients."""
+    """Two queries see all keys of two shards; the whole block travels for them. Their out, and gradients of values."""
     heads, size = 1, 64
     tokens = megabytes * 2**20 // (2 * heads * size * 4)
     context = ContextParallel(dist.group.WORLD, layout=Contiguous(), timeout_s=PATIENCE_S)
-    plan = context.plan(2 * tokens, Documents([2], [tokens - 1]))
-    edge = tokens - 1 if rank == 0 else 0
-    q, k, v = (torch.zeros(1, heads, tokens, size, requires_grad=True) for _ in range(3))
-    with torch.no_grad():
-        v[:, :, edge] = 1.0 + rank
+    plan = context.plan(2, Full(), key_len=2 * tokens)
+    q, k = torch.zeros(1, heads, 1, size), torch.zeros(1, heads, tokens, size)
+    v = torch.full((1, heads, tokens, size), 1.0 + rank, requires_grad=True)
     out = plan.attention(q, k, v)
     out.backward(torch.ones_like(out))
     sent = sum(context.driver.counts.bytes.values())
-    assert sent >= 2 * megabytes * 2**20 if rank == 0 else True  # a block and, from the other side, its gradients
-    return float(out[0, 0, edge, 0]), float(v.grad[0, 0, edge, 0]), float(v.grad.sum())
+    assert sent >= 3 * megabytes * 2**20  # keys and values, twice, and their gradients
+    return float(out[0, 0, 0, 0]), float(v.grad[0, 0, -1, 0]) * tokens, float(v.grad.sum())
 
 
 def first_of_a_fresh_group(rank: int, case: Case) -> dict[str, np.ndarray]:
