@@ -122,12 +122,15 @@ def test_every_row_of_the_mask_table_is_that_mask():
         "StreamingLLM": causal & ((d < w) | (k < n)),
         "Llama 4": causal & (q // c == k // c),
         "a block mask": causal & table[q // 128, k // 128],
+        "cross-attention: the encoder's padding": padded[None, :] & (q >= 0),
+        "cross-attention of packed pairs": number[:, None] == np.repeat([0, 1], [400, 600])[None, :],
     }
     names = {name: getattr(ringspun, name) for name in ringspun.__all__}
     names |= {"w": w, "n": n, "n0": n, "n1": 3, "c": c, "left": 4, "right": 2, "docs": ringspun.Documents([700, 300])}
-    names |= {"table": table}
+    names |= {"table": table, "lengths": [700, 300], "key_lengths": [400, 600]}
     names |= {"cu_seqlens": torch.tensor([0, 700, 1000]), "position_ids": torch.from_numpy(within)[None]}
     names |= {"attention_mask": torch.from_numpy(padded.astype(np.int64))[None].expand(2, -1)}
+    names |= {"encoder_mask": names["attention_mask"]}
     assert len(rows) == len(means)
     x, ring = torch.randn(1, 1, s, 4), ContextParallel(Loopback(3))
     for have, code in rows.items():

@@ -5,7 +5,20 @@ Masks and layouts live here and need neither torch nor jax. The ring itself is i
 
 from ringspun.core.buckets import Buckets
 from ringspun.core.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
-from ringspun.core.mask import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window
+from ringspun.core.mask import (
+    Anchors,
+    Band,
+    Blocks,
+    Causal,
+    Chunks,
+    DocumentPairs,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    Prefix,
+    Window,
+)
 from ringspun.core.text import parse_layout, parse_mask
 
 __version__ = "0.1.0.dev0"
@@ -19,9 +32,11 @@ __all__ = [
     "Causal",
     "Chunks",
     "Contiguous",
+    "DocumentPairs",
     "DocumentZigzag",
     "Documents",
     "Full",
+    "Keys",
     "Layout",
     "Mask",
     "Prefix",

@@ -15,9 +15,11 @@ from ringspun import (
     Causal,
     Chunks,
     Contiguous,
+    DocumentPairs,
     Documents,
     DocumentZigzag,
     Full,
+    Keys,
     Layout,
     Prefix,
     Striped,
@@ -66,6 +68,20 @@ def blocks(length):
     return st.builds(Blocks, st.lists(row, max_size=6), st.integers(1, length // 2 + 2))
 
 
+def keys(length):
+    """Some keys, which may lie beyond `length` tokens."""
+    edges = st.tuples(st.integers(0, length + 2), st.integers(0, length + 2)).map(sorted)
+    return edges.map(lambda ab: Keys(*ab))
+
+
+@st.composite
+def pairs(draw, length):
+    """Documents of queries and of keys, as many of either."""
+    both = [draw(documents(length)) for _ in range(2)]
+    count = min(len(d.lengths) for d in both)
+    return DocumentPairs(*(Documents(d.lengths[:count], d.starts[:count]) for d in both))
+
+
 def plain_masks(length):
     """One mask, not combined, for at least `length` tokens."""
     return st.one_of(
@@ -78,6 +94,8 @@ def plain_masks(length):
         leading(Anchors, length),
         st.builds(Chunks, st.integers(1, length + 3)),
         blocks(length),
+        keys(length),
+        pairs(length),
     )
 
 

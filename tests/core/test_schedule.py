@@ -196,9 +196,20 @@ def test_passes_by_step_and_moment():
             assert (one.messages_of(t, m)[:, [MessageColumn.STEP, MessageColumn.MOMENT]] == (t, m)).all()
 
 
-@pytest.mark.parametrize("mask", ["causal", None, True, np.ones((4, 4), bool), Causal])
-def test_what_is_no_mask_is_refused(mask):
-    with pytest.raises(PlanError, match=r"(?s)mask must be a ringspun mask; got .*Combine Causal\(\), Window"):
+NO_MASKS = {
+    "words": ("causal", r"got 'causal'\. Write parse_mask\(text\)\."),
+    "nothing": (None, r"got None\. Combine Causal\(\), Window"),
+    "a switch": (True, r"got True\. Combine Causal\(\), Window"),
+    "an array": (np.ones((4, 4), bool), r"got ndarray of shape \(4, 4\)\. Combine"),
+    "a class": (Causal, r"Write Causal\(\.\.\.\), a value\."),
+    "no rows": ([], r"got \[\]\. An empty list has no row\."),
+}
+
+
+@pytest.mark.parametrize("what", NO_MASKS)
+def test_what_is_no_mask_is_refused(what):
+    mask, words = NO_MASKS[what]
+    with pytest.raises(PlanError, match="mask must be a ringspun mask; .*" + words):
         geometry().schedule(mask, 8)
 
 

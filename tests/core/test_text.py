@@ -85,7 +85,7 @@ def test_layouts_print_without_defaults():
         (
             "xyz",
             r"'xyz' is no mask; "
-            r"known: anchors, band, blocks, causal, chunks, documents, full, prefix, window at column 1",
+            r"known: anchors, band, blocks, causal, chunks, documentpairs, documents, full, keys, prefix, window at column 1",
         ),
         ("zigzag", r"'zigzag' is no mask; "),
         ("causal & 3", r"expected a name at column 10 of"),

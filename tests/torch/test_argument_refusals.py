@@ -186,7 +186,7 @@ def test_a_function_whose_shape_is_wrong_only_for_some_blocks(wrong):
 def test_a_batch_of_another_size_than_the_masks():
     plan = ContextParallel(Loopback(2)).plan(S, [Causal(), Full(), Causal()])
     for batch in (0, 1, 2, 4):
-        with pytest.raises(ShapeError, match="q, k and v must have 3 batch rows, one per mask of the plan; got"):
+        with pytest.raises(ShapeError, match="q, k and v must have a batch of 3, a row per mask of the plan; got"):
             attend(plan, batch)
     assert attend(plan, 3).shape == (3, H, S, 5)
 

@@ -54,9 +54,31 @@ def test_kernels_and_their_reasons():
     none = plan.explain(*x, bias=Alibi(torch.ones(4)), kernel="aten_cpu")
     assert none.kernel is None and none.refusals == {"aten_cpu": "bias must be None; got alibi"}
     page = str(capped)
-    for words in ("causal over 64 tokens, zigzag, as ring rank 0", "kernel eager", "not aten_cpu: softcap", "backward"):
+    ring = "ring: wait 1.00, 4 tiles, sends 5.4 KiB, 32 tokens a rank"
+    for words in ("causal over 64 tokens, zigzag\n", ring, "kernel eager", "not aten_cpu: softcap", "as ring rank 0"):
         assert words in page
     assert "no kernel can do this call" in str(none)
+
+
+def test_what_layouts_are_compared_by():
+    x = tensors()
+
+    def ring(layout):
+        return ContextParallel(Loopback(4), layout=layout).plan(S, Causal()).explain(*x).ring
+
+    even, uneven = ring(Zigzag()), ring(Contiguous())
+    assert (even.wait, even.tokens) == (1.0, (16, 16)) and round(uneven.wait, 2) == 1.74
+    assert even.sent_bytes > uneven.sent_bytes and even.tiles > 0
+    # totals are in proportion to speeds, steps are not: a clock that waits gains nothing, and is told so
+    fast = ring(Zigzag(speeds=[1.0, 1.0, 2.0, 4.0]))
+    assert fast.wait > 1.5 and fast.tokens == (8, 32)
+
+
+def test_two_sides_are_named():
+    plan = ContextParallel(Loopback(2)).plan(4, Causal(), key_len=10, query_start=6)
+    q, k = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 10, 2)
+    assert str(plan.explain(q, k, k)).startswith("causal over 4 tokens, zigzag from 6, and 10 keys, zigzag\n")
+    assert repr(plan) == "Plan(causal over 4 tokens, zigzag from 6, and 10 keys, zigzag, tokens=[2, 2])"
 
 
 def test_flops_follow_batch_rows_and_their_masks():

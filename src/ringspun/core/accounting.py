@@ -55,10 +55,23 @@ def account(one: Pass, wire: Format, *, backward: bool) -> Account:
     return Account(pairs, flops, len(sends), sent, len(np.unique(blocks[:, MessageColumn.STEP])))
 
 
-def imbalance(passes: Sequence[Pass]) -> NDArray[np.float64]:
-    """Largest over mean number of pairs among all ranks' passes, per step; 1 where nobody computes. What a clock would
-    feel."""
+def wait(passes: Sequence[Pass], speeds: Sequence[float] | None = None) -> float:
+    """Time of a clock that waits for the busiest rank at every step, over that of a ring whose ranks never wait."""
+    time = _times(passes, speeds)
+    ideal = time.sum() / len(passes) if speeds is None else sum(one.pairs.sum() for one in passes) / sum(speeds)
+    return float(time.max(axis=0).sum() / ideal) if ideal else 1.0
+
+
+def _times(passes: Sequence[Pass], speeds: Sequence[float] | None) -> NDArray[np.float64]:
+    """Pairs of each rank and step, over the rank's speed."""
     pairs = np.stack([one.pairs for one in passes]).astype(np.float64)
+    return pairs if speeds is None else pairs / np.array(speeds)[:, None]
+
+
+def imbalance(passes: Sequence[Pass], speeds: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """Largest over mean time (pairs, over the rank's speed) among all ranks' passes, per step; 1 where nobody computes.
+    What a clock would feel."""
+    pairs = _times(passes, speeds)
     mean = pairs.mean(axis=0)
     return np.where(mean > 0, pairs.max(axis=0) / np.where(mean > 0, mean, 1), 1.0)
 

@@ -49,7 +49,10 @@ def host_integers(name: str, values: Any) -> NDArray[np.int64]:
     if array.dtype.kind not in "iu":
         raise DtypeError(f"{name} must be integers; got {array.dtype}.")
     if array.ndim != 1:
-        raise MaskError(f"{name} must be one-dimensional (one row); got shape {array.shape}.")
+        raise MaskError(
+            f"{name} must be one-dimensional (one row); got shape {array.shape}. "
+            "For a batch make one mask per row and give plan() the list."
+        )
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise MaskError(f"{name} must fit int64; got {int(array.max())}.")
     return array.astype(np.int64)

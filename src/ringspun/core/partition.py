@@ -44,7 +44,9 @@ class Partition:
         if self.seq_len > LONGEST:
             raise LayoutError(f"seq_len must be at most 2**48 tokens; got {self.seq_len}.")
         if not isinstance(self.layout, Layout):
-            raise LayoutError(f"layout must be a Layout, e.g. Zigzag(); got {self.layout!r}.")
+            raise LayoutError(
+                f"layout must be a Layout, e.g. Zigzag(); got {self.layout!r}. A string: write parse_layout(text)."
+            )
         if not 1 <= self.ring_size <= LARGEST_RING:
             raise LayoutError(f"ring_size must be from 1 to {LARGEST_RING}; got {self.ring_size}.")
         if not isinstance(self.documents, Documents | None):

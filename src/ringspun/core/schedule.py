@@ -204,10 +204,14 @@ def mask_of(value: Any) -> Mask | RowMasks:
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(m, Mask) for m in value):
         return RowMasks(tuple(value))
-    raise PlanError(
-        f"mask must be a ringspun mask; got {_brief(value)}. Combine Causal(), Window(...), ... with & and |; "
-        "a list of masks gives one to each batch row."
-    )
+    advice = "Combine Causal(), Window(...), ... with & and |; a list of masks gives one to each batch row."
+    if isinstance(value, str):
+        advice = "Write parse_mask(text)."
+    elif isinstance(value, type) and issubclass(value, Mask):
+        advice = f"Write {value.__name__}(...), a value."
+    elif isinstance(value, list | tuple) and not value:
+        advice = "An empty list has no row."
+    raise PlanError(f"mask must be a ringspun mask; got {_brief(value)}. {advice}")
 
 
 def _brief(value: Any) -> str:

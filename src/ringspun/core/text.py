@@ -31,6 +31,8 @@ MASKS: Mapping[str, type[masks.Mask]] = {
         masks.Prefix,
         masks.Anchors,
         masks.Chunks,
+        masks.Keys,
+        masks.DocumentPairs,
         masks.Blocks,
     )
 }

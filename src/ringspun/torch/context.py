@@ -8,7 +8,6 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 
-from ringspun.core import partition as core_partition
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
 from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
-from ringspun.errors import PlanError, RingspunWarning
+from ringspun.errors import PlanError
+from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.drivers.base import digest_of
@@ -99,13 +98,18 @@ class ContextParallel:
         if options != Options():
             self.options = (*(o for o in self.options if o != options), options)[-KEPT_READY:]
 
-    def partition(self, seq_len: int, *, documents: Documents | None = None) -> Partition:
+    def partition(
+        self, seq_len: int, *, documents: Documents | None = None, layout: Layout | None = None, start: int = 0
+    ) -> Partition:
         """Who holds which of `seq_len` tokens. Local: no communication.
 
+        Args:
+            documents: for layouts that read them, labels and restarting positions. layout: default that of the ring.
+            start: position of the first token, for queries that stand elsewhere among the keys.
         Raises:
             LayoutError, MaskError: a length or documents that do not fit.
         """
-        return Partition(self, self.geometry.partition(seq_len, documents))
+        return Partition(self, self.geometry.partition(seq_len, documents, layout=layout, start=start))
 
     def plan(
         self,
@@ -155,7 +159,7 @@ class ContextParallel:
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
             mask = mask_of(made[0].mask if made else what)
-            _check_documents(sides.queries, mask)
+            doubts.check(sides, mask)
             digest = input_digest(sides, mask, self.geometry.route)
             key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
@@ -218,25 +222,6 @@ def _documents_of(mask: Any) -> Documents | None:
     return next(iter(found.pop()), None) if len(found) == 1 else None
 
 
-def _check_documents(part: core_partition.Partition, mask: Mask | RowMasks) -> None:
-    """Documents cut labels and restart positions in a partition, and separate attention in a mask: they must agree."""
-    found = [documents_of(one) for one in (mask.masks if isinstance(mask, RowMasks) else (mask,))]
-    if part.documents is None or all(part.documents in row for row in found):
-        return
-    if any(found):
-        other = next(iter(next(row for row in found if part.documents not in row)), None)
-        raise PlanError(
-            f"documents must be the same in the partition and in the mask; the partition has {_shown(part.documents)}, "
-            f"the mask {_shown(other)}. Write context.partition(S, documents=docs).plan(Causal() & docs)."
-        )
-    warnings.warn(
-        "the partition has documents that the mask does not separate: positions restart and labels are cut, but "
-        "attention crosses them. If that is not meant, write plan(mask & docs).",
-        RingspunWarning,
-        stacklevel=4,
-    )
-
-
 def _schedules(what: Any) -> tuple[Schedule, ...]:
     """`what` as schedules made elsewhere (loaders turn tuples into lists), or none where it is a mask."""
     many = tuple(what) if isinstance(what, list | tuple) else (what,)
@@ -249,9 +234,4 @@ def _fields(sides: Sides, mask: Mask | RowMasks | None) -> dict[str, str]:
     fields = {"seq_len": queries.seq_len, "mask": mask, "layout": queries.layout, "documents": queries.documents}
     if not sides.same:
         fields |= {"key_len": keys.seq_len, "key_layout": keys.layout, "query_start": queries.start}
-    return {name: _shown(value) for name, value in fields.items()}
-
-
-def _shown(value: Any, limit: int = 120) -> str:
-    text = str(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+    return {name: doubts.shown(value) for name, value in fields.items()}

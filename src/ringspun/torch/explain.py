@@ -19,7 +19,8 @@ class Step:
 
     Args:
         source: ring rank that owns the keys. tiles: of this rank. pairs: allowed ones, one head (and one batch row,
-            unless rows have their own masks). imbalance: most over mean pairs among all ranks, what a clock waits for.
+            unless rows have their own masks). imbalance: most over mean pairs among all ranks (of unequal `speeds`: of
+            the time they take).
         sent_bytes, received_bytes: posted at this step, headers included.
     """
 
@@ -32,13 +33,33 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The forward pass of the whole ring: what to compare layouts by.
+
+    Args:
+        wait: time of a clock that waits for the busiest rank at every step, over that of perfect balance (1: nobody
+            waits). sent_bytes, tiles: of all ranks. tokens: query rows of the emptiest and of the fullest rank.
+    """
+
+    wait: float
+    sent_bytes: int
+    tiles: int
+    tokens: tuple[int, int]
+
+    def __str__(self) -> str:
+        low, high = self.tokens
+        held = f"{low}" if low == high else f"{low} to {high}"
+        return f"ring: wait {self.wait:.2f}, {self.tiles} tiles, sends {_size(self.sent_bytes)}, {held} tokens a rank"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What one rank does in a call; `str` is a page to read.
 
     Args:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
-        peak: bytes alive at once, itemised.
+        peak: bytes alive at once, itemised. ring: of all ranks together, forward.
     """
 
     plan: str
@@ -50,11 +71,12 @@ class Explanation:
     flops: tuple[int, int]
     hops: int
     peak: accounting.Memory
+    ring: Whole
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
         why = "".join(f"\n  not {name}: {reason}" for name, reason in self.refusals.items())
-        lines = [f"{self.plan}, as ring rank {self.ring_rank}", chosen + why]
+        lines = [self.plan, str(self.ring), chosen + why, f"as ring rank {self.ring_rank}:"]
         for name, steps, flops in (
             ("forward", self.forward, self.flops[0]),
             ("backward", self.backward, self.flops[1]),
@@ -70,35 +92,52 @@ class Explanation:
                 for i, s in enumerate(steps)
             ]
         lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")
+        lines.append(
+            "keys of: the rank whose block is met; pairs: allowed ones, per head; most/mean: busiest rank over mean"
+        )
         return "\n".join(lines)
 
 
-def explain(plan: str, schedule: Schedule, everybody: tuple[Schedule, ...], wire: Format, call: Call,
-            wanted: str | Kernel | None) -> Explanation:  # fmt: skip
-    """See `Plan.explain`. `everybody`: the schedules of all ranks, for the balance."""
-    found = verdicts(call, wanted)
-    chosen = next((name for name, reason in found if reason is None), None)
-    forward, backward = (
-        _steps(getattr(schedule, name), [getattr(s, name) for s in everybody], wire) for name in ("forward", "backward")
-    )
+def explain(
+    plan: str, ring_rank: int, everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format, call: Call,
+    wanted: str | Kernel | None,
+) -> Explanation:  # fmt: skip
+    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks."""
+    found, schedule = verdicts(call, wanted), everybody[ring_rank]
+    passes = [s.forward for s in everybody], [s.backward for s in everybody]
+    steps = [_steps(all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
     counts = [
-        accounting.account(one, wire, backward=b) for one, b in ((schedule.forward, False), (schedule.backward, True))
+        accounting.account(p[ring_rank], wire, backward=back) for p, back in zip(passes, (False, True), strict=True)
     ]
     return Explanation(
         plan,
-        schedule.ring_rank,
-        chosen,
+        ring_rank,
+        next((name for name, reason in found if reason is None), None),
         {name: reason for name, reason in found if reason is not None},
-        forward,
-        backward,
+        steps[0],
+        steps[1],
         (counts[0].flops, counts[1].flops),
         counts[0].hops,
         accounting.memory(schedule, wire),
+        _whole(everybody, speeds, wire),
     )
 
 
-def _steps(one: Pass, everybody: list[Pass], wire: Format) -> tuple[Step, ...]:
-    balance = accounting.imbalance(everybody)
+Speeds = tuple[float, ...] | None
+
+
+def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Whole:
+    passes = [s.forward for s in everybody]
+    return Whole(
+        accounting.wait(passes, speeds),
+        sum(accounting.account(one, wire, backward=False).total_sent_bytes for one in passes),
+        sum(len(one.tiles) for one in passes),
+        (int(everybody[0].tokens.min()), int(everybody[0].tokens.max())),
+    )
+
+
+def _steps(one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format) -> tuple[Step, ...]:
+    balance = accounting.imbalance(everybody, speeds)
     moved = {action: np.zeros(len(one), np.int64) for action in Action}
     for m in one.messages:
         rows = int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0])

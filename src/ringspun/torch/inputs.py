@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 
 import torch
@@ -36,13 +37,16 @@ def check_tensors(driver: Driver, rows: tuple[int, int], batch: int | None, q: T
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} {where}"
     if q.shape[2] != rows[0] or not (k.shape[2] == v.shape[2] == rows[1]):
         held, side = f"q, k and v must hold {rows[0]}", "plan.partition"
+        other = "" if k.shape[2] == q.shape[2] else " Keys of another sequence: plan(..., key_len=...)."
         if rows[0] != rows[1]:
-            held, side = f"q must hold {rows[0]}, k and v {rows[1]}", "plan.queries and plan.keys"
-        raise ShapeError(f"{held} tokens in dim 2; got {shapes}. Shard them by {side}, and order them [B, H, T, D].")
+            held, side, other = f"q must hold {rows[0]}, k and v {rows[1]}", "plan.queries and plan.keys", ""
+        raise ShapeError(
+            f"{held} tokens in dim 2; got {shapes}. Shard them by {side}, and order them [B, H, T, D].{other}"
+        )
     if not (q.shape[0] == k.shape[0] == v.shape[0]) or k.shape[1] != v.shape[1]:
         raise ShapeError(f"q, k and v must share B, and k and v their heads; got {shapes}.")
     if batch is not None and q.shape[0] != batch:
-        raise ShapeError(f"q, k and v must have {batch} batch rows, one per mask of the plan; got {shapes}.")
+        raise ShapeError(f"q, k and v must have a batch of {batch}, a row per mask of the plan; got {shapes}.")
     if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ShapeError(f"query heads must be a multiple of key heads; got {shapes}.")
     if q.shape[3] != k.shape[3] or q.shape[3] == 0 or v.shape[3] == 0:
@@ -110,11 +114,16 @@ _INSTEAD = {
 }
 
 
+_KNOWN = ("scale", "softcap", "sinks", "bias", "return_lse", "kernel")
+
+
 def refuse(names: dict[str, object]) -> None:
     for name, value in names.items():
         if (name == "dropout_p" and value == 0) or (name == "attn_mask" and value is None):
             continue  # nothing is asked for
-        advice = _INSTEAD.get(name, "plan.attention knows no such argument")
+        near = difflib.get_close_matches(name, _KNOWN, 1)
+        unknown = f"did you mean {near[0]}?" if near else f"it takes {', '.join(_KNOWN)}"
+        advice = _INSTEAD.get(name, f"plan.attention knows no such argument; {unknown}")
         raise TypeError(f"{name} must not be given to plan.attention; {advice}.")
 
 

@@ -25,8 +25,13 @@ class Partition:
     On a `Loopback` this process holds all shards, joined in rank order; `slices[r]` are rank r's rows.
     """
 
-    def __init__(self, context: ContextParallel, core: core_partition.Partition) -> None:
-        self.context, self.core = context, core
+    def __init__(
+        self,
+        context: ContextParallel,
+        core: core_partition.Partition,
+        row_documents: tuple[Documents | None, ...] | None = None,
+    ) -> None:
+        self.context, self.core, self.row_documents = context, core, row_documents
 
     @property
     def seq_len(self) -> int:
@@ -35,7 +40,8 @@ class Partition:
 
     @property
     def documents(self) -> Documents | None:
-        """The documents that the partition was made with."""
+        """The documents that the partition was made with. Those of a plan with a mask per batch row, where the rows
+        have different ones, are its partition's `row_documents`."""
         return self.core.documents
 
     @property
@@ -49,14 +55,17 @@ class Partition:
         return sharding.slices(self.core, self.context.driver.ring_ranks)
 
     def positions(self, *, restart: bool = False, device: torch.device | str | None = None) -> Tensor:
-        """Global position of each row that this process holds, int64 ``[T]``.
+        """Global position of each row that this process holds, int64 ``[T]``; of queries that start elsewhere counted
+        from `query_start`.
 
         Args:
-            restart: count within each document instead (padding: 0); needs the partition's documents.
+            restart: count within each document instead (padding: 0); needs the partition's documents. ``[B, T]`` where
+                batch rows have different ones.
         Raises:
             PlanError: `restart` without documents.
         """
-        return sharding.positions(self.core, self.context.driver.ring_ranks, restart).to(device or "cpu")
+        here = self.context.driver.ring_ranks
+        return sharding.positions(self.core, here, restart, self.row_documents).to(device or "cpu")
 
     def shard(self, x: Tensor, *, dim: int) -> Tensor:
         """The rows of `x` that this process holds, along `dim` (S there, T in the result). Differentiable.
@@ -82,14 +91,14 @@ class Partition:
         Args:
             batch: `input_ids`, optionally `labels` (-100: no target); other ``[B, S]`` tensors are sharded alike.
         Returns:
-            the shards ``[B, T]``; `position_ids` (restarting in each document where there are documents); with
-            `labels`,
-            `shift_labels` (the next token of the same document, -100 at its end) and `num_items_in_batch`, the number
-            of targets of the whole sequence, equal on all ranks.
+            the shards ``[B, T]``; `position_ids` where the batch has none (restarting in each document where there are
+            documents, of each row its own where they differ); with `labels`, `shift_labels` (the next token of the same
+            document, -100 at its end and on padding) and `num_items_in_batch`, the number of targets of the whole
+            sequence, equal on all ranks.
         Raises:
             ShapeError: a tensor that is not ``[B, S]``.
         """
-        return sharding.shard_batch(self.core, self.context.driver.ring_ranks, batch)
+        return sharding.shard_batch(self.core, self.context.driver.ring_ranks, batch, self.row_documents)
 
     def plan(
         self, mask: Mask | Sequence[Mask] | Schedule | Sequence[Schedule], *, keys: Partition | None = None

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ringspun.core.mask import Mask, RowMasks
+from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs
 from ringspun.torch.bias import Bias, Rule
+from ringspun.torch.doubts import shown
 from ringspun.torch.execution import Calls, Execution, Options, call_of, wire_of
 from ringspun.torch.explain import Explanation, explain
 from ringspun.torch.kernels import Call, Kernel, choose
@@ -73,7 +74,15 @@ class Plan:
     @property
     def queries(self) -> Partition:
         """Who holds which query."""
-        return Partition(self._context, self._sides.queries)
+        return Partition(self._context, self._sides.queries, self._row_documents)
+
+    @property
+    def _row_documents(self) -> tuple[Documents | None, ...] | None:
+        """Documents of each batch row, where they are not those of the partition."""
+        if not isinstance(self._mask, RowMasks) or self._sides.queries.documents is not None:
+            return None
+        found = [documents_of(mask) for mask in self._mask.masks]
+        return tuple(next(iter(row), None) for row in found) if any(found) else None
 
     @property
     def keys(self) -> Partition:
@@ -201,8 +210,18 @@ class Plan:
         chosen = self.schedule.ring_rank if ring_rank is None else ring_rank
         if not 0 <= chosen < self._context.ring_size:
             raise PlanError(f"ring_rank must be from 0 to {self._context.ring_size - 1}; got {ring_rank}.")
-        words = f"{str(self._mask)[:60]} over {self._sides.queries.seq_len:,} tokens, {self._sides.queries.layout}"
-        return explain(words, self._everybody[chosen], self._everybody, wire_of(q, k, v), call, kernel)
+        speeds = getattr(self._sides.queries.layout, "speeds", None)
+        return explain(self._words, chosen, self._everybody, speeds, wire_of(q, k, v), call, kernel)
+
+    @property
+    def _words(self) -> str:
+        """What is computed, in a line."""
+        queries, keys = self._sides.queries, self._sides.keys
+        words = f"{shown(self._mask, 60)} over {queries.seq_len:,} tokens, {queries.layout}"
+        if self._sides.same:
+            return words
+        start = f" from {queries.start:,}" if queries.start else ""
+        return f"{words}{start}, and {keys.seq_len:,} keys, {keys.layout}"
 
     @cached_property
     def _everybody(self) -> tuple[Schedule, ...]:
@@ -234,7 +253,7 @@ class Plan:
         )
 
     def __repr__(self) -> str:
-        return f"Plan(mask={str(self.mask)[:60]}, {self.partition!r})"
+        return f"Plan({self._words}, tokens={self._sides.queries.tokens.tolist()})"
 
 
 def check_schedules(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringspun.core.mask import Documents
 from ringspun.core.partition import Partition
 from ringspun.errors import DtypeError, PlanError, ShapeError
 from ringspun.torch.drivers.base import Driver, digest_of
@@ -29,14 +30,29 @@ def held(part: Partition, ring_ranks: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.concatenate([part.indices(r) for r in ring_ranks]))
 
 
-def positions(part: Partition, ring_ranks: Sequence[int], restart: bool) -> Tensor:
-    """Positions of the rows of `ring_ranks`, in the sequence or (restart) in their documents."""
+RowDocuments = Sequence[Documents | None]
+"""Documents of each batch row; None: one document."""
+
+
+def positions(
+    part: Partition, ring_ranks: Sequence[int], restart: bool, row_documents: RowDocuments | None = None
+) -> Tensor:
+    """Positions of the rows of `ring_ranks`, in the sequence or (restart) in their documents: ``[T]``, or ``[B, T]``
+    where each batch row has its own."""
     rows = held(part, ring_ranks) + part.start
     if not restart:
         return rows
+    if row_documents is not None:
+        return torch.stack([_within(documents, part, rows) for documents in row_documents])
     if part.documents is None:
         raise PlanError("positions(restart=True) must know the documents; got none. Use partition(..., documents=...).")
-    within = torch.from_numpy(part.documents.positions(max(0, int(part.start + part.seq_len))))
+    return _within(part.documents, part, rows)
+
+
+def _within(documents: Documents | None, part: Partition, rows: Tensor) -> Tensor:
+    if documents is None:
+        return rows - part.start
+    within = torch.from_numpy(documents.positions(max(0, int(part.start + part.seq_len))))
     return torch.where(rows < 0, 0, within[rows.clamp(min=0)]) if part.start < 0 else within[rows]
 
 
@@ -92,7 +108,12 @@ class _Gather(torch.autograd.Function):
         return total.index_select(0, held(ctx.part, ctx.driver.ring_ranks).to(total.device)), None, None
 
 
-def shard_batch(part: Partition, ring_ranks: Sequence[int], batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def shard_batch(
+    part: Partition,
+    ring_ranks: Sequence[int],
+    batch: Mapping[str, Tensor],
+    row_documents: RowDocuments | None = None,
+) -> dict[str, Any]:
     """See `ringspun.torch.Partition.shard_batch`."""
     if not batch:
         raise ShapeError("batch must hold at least one tensor [B, S]; got none.")
@@ -107,23 +128,32 @@ def shard_batch(part: Partition, ring_ranks: Sequence[int], batch: Mapping[str, 
         raise DtypeError(f"labels must be int64, int32 or int16, to hold -100; got {batch['labels'].dtype}.")
     local: dict[str, Any] = {name: shard(part, ring_ranks, x, 1) for name, x in batch.items()}
     first = next(iter(batch.values()))
-    rows = positions(part, ring_ranks, restart=part.documents is not None)
+    if row_documents is not None and len(row_documents) != first.shape[0]:
+        raise ShapeError(f"batch must have {len(row_documents)} rows, one per mask of the plan; got {first.shape[0]}.")
+    known = part.documents is not None or row_documents is not None
+    rows = positions(part, ring_ranks, restart=known, row_documents=row_documents)
     local.setdefault("position_ids", rows.to(first.device).expand(first.shape[0], -1))
     if "labels" in batch:
-        shifted = shift_labels(batch["labels"], part)
+        shifted = shift_labels(batch["labels"], part, row_documents)
         local["shift_labels"] = shard(part, ring_ranks, shifted, 1)
         local["num_items_in_batch"] = int((shifted != IGNORED).sum())
     return local
 
 
-def shift_labels(labels: Tensor, part: Partition) -> Tensor:
+def shift_labels(labels: Tensor, part: Partition, row_documents: RowDocuments | None = None) -> Tensor:
     """Each token's target, the next token of the same document; -100 at the ends of documents and on padding."""
     shifted = torch.full_like(labels, IGNORED)
     if labels.shape[1] < 2:
         return shifted
     shifted[:, :-1] = labels[:, 1:]
-    if part.documents is not None:
-        number = torch.from_numpy(part.documents.index(part.start + np.arange(part.seq_len)))
-        follows = (number[1:] == number[:-1]) & (number[1:] >= 0)
-        shifted[:, :-1].masked_fill_(~follows.to(labels.device), IGNORED)
+    of_rows = [part.documents] * labels.shape[0] if row_documents is None else row_documents
+    for row, documents in zip(shifted, of_rows, strict=True):
+        if documents is not None:
+            row[:-1].masked_fill_(~_follows(documents, part).to(labels.device), IGNORED)
     return shifted
+
+
+def _follows(documents: Documents, part: Partition) -> Tensor:
+    """For each token but the last, whether the next one is of the same document ``[S - 1]``."""
+    number = torch.from_numpy(documents.index(part.start + np.arange(part.seq_len)))
+    return (number[1:] == number[:-1]) & (number[1:] >= 0)

@@ -8,7 +8,8 @@ the tests hold one against the other. ``d = q - k`` below is how far a key lies 
     Causal()         0 <= d                        Anchors(n)      k < n
     Window(w)        0 <= d <= w - 1               Chunks(c)       q // c == k // c
     Band(l, r)       -r <= d <= l                  Documents(...)  q and k in the same document
-    Blocks(keys, c)  k // c in keys[q // c]
+    Blocks(keys, c)  k // c in keys[q // c]        Keys(a, b)       a <= k < b
+    DocumentPairs(...)  q in the i-th document of the queries and k in the i-th of the keys
 
 Prefix-LM is ``Causal() | Prefix(n)``; StreamingLLM is ``Causal() & (Window(w) | Anchors(n))``.
 """
@@ -16,6 +17,7 @@ Prefix-LM is ``Causal() | Prefix(n)``; StreamingLLM is ``Causal() & (Window(w) |
 from ringspun.core.mask.bands import Band, Causal, Full, Window
 from ringspun.core.mask.base import Allowed, And, Mask, Or, Positions
 from ringspun.core.mask.blocks import Blocks, Chunks
+from ringspun.core.mask.cross import DocumentPairs, Keys
 from ringspun.core.mask.documents import Documents, documents_of
 from ringspun.core.mask.leading import Anchors, Prefix
 from ringspun.core.mask.rows import RowMasks
@@ -28,8 +30,10 @@ __all__ = [
     "Blocks",
     "Causal",
     "Chunks",
+    "DocumentPairs",
     "Documents",
     "Full",
+    "Keys",
     "Mask",
     "Or",
     "Positions",
