@@ -1,5 +1,5 @@
-"""One pool of processes per ring size for the whole run, and how Hypothesis runs: the same examples every time, so that a
-verdict never depends on luck, and without a deadline, because a busy machine is no fault.
+"""One pool of processes per ring size for the whole run, and how Hypothesis runs: the same examples every time, so that
+a verdict never depends on luck, and without a deadline, because a busy machine is no fault.
 `pytest --hypothesis-profile=explore` draws new examples, and many more of them.
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

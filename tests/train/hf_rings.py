@@ -180,7 +180,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """What is in a model stays as it was: tensors, hooks, modes, attributes."""
 
     def state() -> list[Any]:
-        parts = [(vars(m).keys(), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        parts = [
+            (vars(m).keys(), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+        ]
         return [parts, {name: x.clone() for name, x in model.state_dict().items()}]
 
     before = state()

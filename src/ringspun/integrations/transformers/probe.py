@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ringspun.errors import UnsupportedByRing
 from ringspun.integrations.transformers.layers import PLAN_KEYWORD, Asked, asked
 
-TOKENS, POISONED = 23, 11
+TOKENS, POISONED = 23, 9  # not the one in the middle, which a flip would leave where it is
 
 
 @dataclass
@@ -62,9 +62,11 @@ class Probe:
         return logits.new_zeros(())
 
     def watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook: the first module with a NaN in a row that was not poisoned."""
+        """A forward hook: the first module with a NaN in a row that was not poisoned; its parent, if it came in so."""
         if self.mixes is None and any(_reached(x) for x in _tensors(output)):
-            self.mixes = self.names[id(module)] or type(module).__name__
+            path = self.names[id(module)]
+            came_in = any(_reached(x) for x in _tensors(inputs))
+            self.mixes = (path.rpartition(".")[0] if came_in else path) or "its own forward"
 
 
 def look(model: nn.Module) -> Probe:
