@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hf_rings as hf
 import pytest
 import torch
 from hf_rings import FAMILIES, SLIDING, S
+from transformers import MistralForCausalLM
 
 from ringspun import Causal, Contiguous, Documents, Full, Layout, Striped, Window, Zigzag
 from ringspun.errors import UnsupportedByRing
@@ -133,3 +136,29 @@ def test_plans_of_two_partitions_are_refused() -> None:
         model(input_ids=hf.token_ids(), ringspun_plan=one | {"full_attention": two["full_attention"]})
     with pytest.raises(UnsupportedByRing, match="ringspun_plan must hold a plan; got none"):
         model(input_ids=hf.token_ids(), ringspun_plan={})
+
+
+def test_calls_that_pass_a_part_of_the_model_by_are_checked_too() -> None:
+    """A head may call what is in its base, without the base's hooks (OPT); training calls the base without the head."""
+
+    class Bypass(MistralForCausalLM):
+        def forward(self, **kwargs: Any) -> Any:
+            return self.lm_head(self.model.forward(**kwargs).last_hidden_state)
+
+    part = hf.loopback(2).partition(S)
+    local, plan = part.shard(hf.token_ids(), dim=1), part.plan(Causal())
+    model = hf.build("mistral")
+    bypass = Bypass(model.config).double()
+    bypass.load_state_dict(model.state_dict())
+    expected = bypass(input_ids=hf.token_ids())
+    found = part.gather(prepare(bypass)(input_ids=local, ringspun_plan=plans(model, part, Causal())), dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # softmax in float32
+    with pytest.raises(UnsupportedByRing, match=r"must have window\(5\) for model\.layers\.0\.self_attn"):
+        bypass(input_ids=local, ringspun_plan=plan)
+
+    model = prepare(hf.build("mistral"))
+    chosen = plans(model, part, Causal())
+    hidden = model.model(input_ids=local, ringspun_plan=chosen).last_hidden_state
+    assert torch.equal(model.lm_head(hidden), model(input_ids=local, ringspun_plan=chosen).logits)
+    with pytest.raises(UnsupportedByRing, match=r"must have window\(5\) for model\.layers\.0\.self_attn"):
+        model.model(input_ids=local, ringspun_plan=plan)

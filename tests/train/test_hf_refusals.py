@@ -110,6 +110,8 @@ def test_whatever_mixes_tokens_is_found(name: str) -> None:
     model.model.layers[1].mlp = Mixer(MIXERS[name])
     with pytest.raises(UnsupportedByRing, match=r"LlamaForCausalLM mixes them in model\.layers\.1\.mlp, whose"):
         prepare(model)
+    model(input_ids=hf.token_ids())  # it is as it was
+    assert model.config._attn_implementation == "eager" and model.config.use_cache
 
 
 def test_what_is_per_token_is_none_of_it() -> None:

@@ -125,3 +125,18 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
         model(**batch, ringspun_plan=plans(model, part, Causal())).loss.backward()
         found.append(hf.gradients(model))
     assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
+def test_compiled_layers_are_one_graph() -> None:
+    """The checks of a call are done before its first layer: nothing in a layer breaks the graph."""
+    from torch._dynamo.utils import counters
+
+    part, model = hf.loopback(2).partition(S), prepare(hf.build("gemma3"))
+    call = {"input_ids": part.shard(hf.token_ids(), dim=1), "position_ids": part.positions()[None]}
+    call |= {"ringspun_plan": plans(model, part, Causal())}
+    expected = model(**call).logits
+    counters.clear()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(**call).logits, expected)
+    compiled(**call | {"ringspun_plan": plans(model, part, Causal())})
+    assert counters["stats"]["unique_graphs"] <= 3  # one per layer and more, if something did

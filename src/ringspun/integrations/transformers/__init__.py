@@ -121,10 +121,10 @@ def attention(
     refusals.layer(module, attention_mask, dropout, kwargs)
     if isinstance(given, Probe):
         return given.attention(module, query, key, value, window, kwargs.get("position_ids")), None
-    choice = refusals.plan(given)
+    choice = given if isinstance(given, Choice) else refusals.plan(given)
     plan = choice.plan_of(asked(module, window))
-    refusals.shapes(choice.partition, query, key)
-    if getattr(module, "layer_idx", 0) in (0, None):
+    refusals.shapes(choice.held, query, key)
+    if choice is not given and getattr(module, "layer_idx", 0) in (0, None):  # else the model's call was checked
         refusals.positions(choice.partition, kwargs.get("position_ids"))
     out = plan.attention(query, key, value, scale=scaling, softcap=softcap, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
@@ -157,5 +157,6 @@ def _check_call(
         inputs = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         positions = choice.partition.positions(restart=choice.partition.documents is not None)
         kwargs["position_ids"] = positions[None].to(inputs.device if inputs is not None else positions.device)
+    refusals.positions(choice.partition, kwargs["position_ids"])
     kwargs[PLAN_KEYWORD] = choice
     return args, kwargs

@@ -19,8 +19,9 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 KINDS = (CHUNKED, FULL, SLIDING)
 _OLD_NAMES = {"attention": FULL}
 
-Local = frozenset[Mask]
-"""The windows and chunks that a mask is cut down to, or that a layer asks for; empty: none."""
+Local = tuple[Mask, ...]
+"""The windows and chunks that a mask is cut down to, or that a layer asks for, sorted; empty: none. No set, which
+torch.compile could not rebuild."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def asked(module: nn.Module, window: int | None, layer: str = "") -> Asked:
     if kind == SLIDING and window is None:
         window = getattr(config, "sliding_window", None)
     if kind == CHUNKED:
-        return Asked(layer, kind, frozenset({Chunks(config.attention_chunk_size)}))  # type: ignore[union-attr]
-    return Asked(layer, kind, frozenset() if window is None else frozenset({Window(window)}))
+        return Asked(layer, kind, (Chunks(config.attention_chunk_size),))  # type: ignore[union-attr]
+    return Asked(layer, kind, () if window is None else (Window(window),))
 
 
 def name_of(module: nn.Module) -> str:
@@ -142,7 +143,8 @@ def _local(mask: Mask | tuple[Mask, ...]) -> Local:
     parts = mask.masks if isinstance(mask, And) else (mask,)
     bounded = [p for p in parts if isinstance(p, Band | Window | Chunks)]
     found = (Window(p.left + 1) if isinstance(p, Band) and p.right == 0 and p.left is not None else p for p in bounded)
-    return frozenset(p for p in found if p not in (Window(None), Band(None, 0), Band(None, None)))
+    real = [p for p in found if p not in (Window(None), Band(None, 0), Band(None, None))]
+    return tuple(sorted(dict.fromkeys(real), key=str))
 
 
 class Choice:
@@ -162,6 +164,7 @@ class Choice:
         self._locals = {kind: _local(plan.mask) for kind, plan in self._plans.items()}
         first, *others = self._plans.values()
         self.partition = first.partition
+        self.held = self.partition.local_tokens  # an int: counting it in every layer would break compiled graphs
         for other in others:
             part = other.partition
             if part.context is not self.partition.context or part.core != self.partition.core:
@@ -192,4 +195,4 @@ class Choice:
 
 
 def _shown(local: Local) -> str:
-    return " & ".join(sorted(map(str, local))) or "no window"
+    return " & ".join(map(str, local)) or "no window"

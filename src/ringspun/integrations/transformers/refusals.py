@@ -148,7 +148,7 @@ def plan(given: Any) -> Choice:
             f"{PLAN_KEYWORD} must be given to every call of the model; got none. "
             f"Write model(..., {PLAN_KEYWORD}=plan) with the plan of this batch."
         )
-    choice = given if isinstance(given, Choice) else Choice(given)
+    choice = Choice(given)
     part = choice.partition
     empty = np.flatnonzero(part.core.tokens == 0)
     if len(empty):  # the same on all ranks, so that they refuse alike; models cannot run over no tokens
@@ -159,9 +159,9 @@ def plan(given: Any) -> Choice:
     return choice
 
 
-def shapes(part: Partition, query: Tensor, key: Tensor) -> None:
-    """Refuses rows that are not this rank's shard."""
-    rows, held = query.shape[2], part.local_tokens
+def shapes(held: int, query: Tensor, key: Tensor) -> None:
+    """Refuses rows that are not the `held` tokens of this rank's shard."""
+    rows = query.shape[2]
     if rows != held:
         raise UnsupportedByRing(
             f"input must be this rank's shard of {held} tokens; got {rows}. Use plan.partition.shard_batch."
