@@ -54,7 +54,7 @@ def register() -> None:
 def prepare(model: M) -> M:
     """Puts `model` on the ring: registers, selects the attention, and checks the model and every later call.
 
-    The model is run once over a few tokens, to see what each layer asks of attention and that nothing else mixes
+    The model is run over a few tokens, to see what each layer asks of attention and that nothing else mixes
     tokens. A call without ``position_ids`` gets the plan's own (within documents, where the partition has them),
     since the model's default would rotate every shard as if it began at 0.
 

@@ -1,4 +1,4 @@
-"""What a model does besides attention, found out by running it once: it may not mix tokens.
+"""What a model does besides attention, found out by running it: it may not mix tokens.
 
 On a ring each rank runs the model over its own tokens. That is right if, and only if, nothing but attention lets one
 token know of another: no state, convolution, running sum, shift or mean over tokens. Names of layers do not tell
