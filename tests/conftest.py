@@ -1,9 +1,42 @@
-"""How Hypothesis runs: the same examples every time, so that a verdict never depends on luck, and without a deadline,
-because a busy machine is no fault. `pytest --hypothesis-profile=explore` draws new examples, and many more of them.
+"""One pool of processes per ring size for the whole run, and how Hypothesis runs: the same examples every time, so that
+a verdict never depends on luck, and without a deadline, because a busy machine is no fault.
+`pytest --hypothesis-profile=explore` draws new examples, and many more of them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
 from hypothesis import settings
+
+from ringspun.testing import pool
+from ringspun.testing.pool import RankPool
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("ci")
+
+PRELOAD = (
+    *pool.PRELOAD,
+    "ringspun.testing.torch",
+    "torch.distributed.tensor",
+    # what the tests of training fork from the same server
+    "ringspun.train.proof",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], RankPool]]:
+    """``pools(n)``: the ring of n processes of this run."""
+    made: dict[int, RankPool] = {}
+
+    def one(size: int) -> RankPool:
+        if size not in made:
+            made[size] = RankPool(size, preload=PRELOAD)
+        return made[size]
+
+    yield one
+    for ranks in made.values():
+        ranks.close()

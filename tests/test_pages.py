@@ -12,10 +12,15 @@ import ringspun.core
 
 TOUR = Path(ringspun.core.__file__).with_name("README.md")
 DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [(TOUR, 30), (DOCS / "attention.md", 20), (DOCS / "huggingface.md", 24)]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "examples"), [(TOUR, 30), (DOCS / "attention.md", 20)], ids=lambda x: str(x)[-20:])
+@pytest.mark.parametrize(
+    ("page", "examples"),
+    PAGES,
+    ids=lambda x: str(x)[-20:],
+)
 def test_a_page_prints_what_the_code_prints(page, examples):
     """A page that drifts away from the code."""
     text = page.read_text(encoding="utf-8")
