@@ -84,8 +84,8 @@ def test_layouts_print_without_defaults():
         ("  casual  ", r"at column 1 of 'casual'\."),
         (
             "xyz",
-            r"'xyz' is no mask; "
-            r"known: anchors, band, blocks, causal, chunks, documentpairs, documents, full, keys, prefix, window at column 1",
+            r"'xyz' is no mask; known: anchors, band, blocks, causal, chunks, documentpairs, documents, full, keys, "
+            r"prefix, window at column 1",
         ),
         ("zigzag", r"'zigzag' is no mask; "),
         ("causal & 3", r"expected a name at column 10 of"),

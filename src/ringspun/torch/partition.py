@@ -45,6 +45,11 @@ class Partition:
         return self.core.documents
 
     @property
+    def restarts(self) -> bool:
+        """Whether positions may restart: documents are known, of the partition or of each batch row."""
+        return self.documents is not None or self.row_documents is not None
+
+    @property
     def local_tokens(self) -> int:
         """Rows that this process holds."""
         return self.core.rows_of(self.context.driver.ring_ranks)

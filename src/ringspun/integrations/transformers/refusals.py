@@ -182,8 +182,8 @@ def positions(part: Partition, given: Tensor | None) -> None:
     row = given.reshape(-1, given.shape[-1])[0]
     if not torch.equal(row, torch.arange(len(row))):
         return
-    own = [part.positions(restart=restart) for restart in {False, part.documents is not None}]
-    if not any(torch.equal(row, candidate.to(row.dtype)) for candidate in own):
+    own = [part.positions(restart=restart) for restart in {False, part.restarts}]
+    if not any(torch.equal(row, candidate.reshape(-1, len(row))[0].to(row.dtype)) for candidate in own):
         raise UnsupportedByRing(
             "position_ids must be this shard's global positions; got 0, 1, 2, ... "
             "Use plan.partition.positions(), or prepare(model), which fills them in."
