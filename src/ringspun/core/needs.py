@@ -12,6 +12,10 @@ from ringspun.core.layout.base import RANK, START, STOP
 from ringspun.core.partition import LONGEST
 
 MANY_MEETINGS = 20_000_000
+MANY_PLACES = 16_000_000
+"""Ranks times key runs that are counted at once."""
+PLACES = 4096
+"""Key runs that are looked at together otherwise."""
 OWNER, ROW0, ROW1 = range(3)
 Travelling = NDArray[np.int64]
 """Rows ``[n, 3]`` of (owner, first, one past the last), sorted, disjoint, never touching: key rows that some rank other
@@ -35,6 +39,8 @@ def meetings(cut: Cut) -> NDArray[np.int64]:
         if cut.meetings() < ring_size * span // 4:
             of_region, place = expand(first, last)
             return np.stack([cut.q_rank[of_region], k_rank[cut.by_start[place]]], axis=1)
+        if ring_size * span > MANY_PLACES:
+            return _meetings_by_rank(cut)
         edges = np.zeros(ring_size * span, np.int32)
         np.add.at(edges, cut.q_rank * span + first, 1)
         np.add.at(edges, cut.q_rank * span + last, -1)
@@ -46,6 +52,27 @@ def meetings(cut: Cut) -> NDArray[np.int64]:
     met = np.zeros((ring_size, ring_size), np.bool_)
     for _, q_run, k_run in cut.pieces():
         met[cut.queries.runs[q_run, RANK], k_rank[k_run]] = True
+    return np.stack(np.nonzero(met), axis=1)
+
+
+def _meetings_by_rank(cut: Cut) -> NDArray[np.int64]:
+    """`meetings` where ranks times key runs are too many to count at once: rank by rank, the longest stretches of key
+    runs first, until everybody is met."""
+    ring_size, k_rank = cut.queries.ring_size, cut.keys.runs[cut.by_start, RANK]
+    everybody = len(np.unique(k_rank))
+    first, last = cut.reach
+    met = np.zeros((ring_size, ring_size), np.bool_)
+    for rank in range(ring_size):
+        mine = cut.of_rank(rank)
+        stretches = np.stack(_union(first[mine], last[mine]), axis=1)
+        for a, b in stretches[np.argsort(stretches[:, 0] - stretches[:, 1], kind="stable")].tolist():
+            for c in range(a, b, PLACES):
+                met[rank, k_rank[c : min(c + PLACES, b)]] = True
+                if met[rank].sum() == everybody:
+                    break
+            else:
+                continue
+            break
     return np.stack(np.nonzero(met), axis=1)
 
 

@@ -23,7 +23,7 @@ from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment, Route, StepColumn
-from ringspun.errors import PlanError
+from ringspun.errors import LayoutError, PlanError
 
 FORMAT_VERSION = 2
 
@@ -172,6 +172,12 @@ class Geometry:
             )
         if key_len is None and key_layout is None:
             return Sides(self.partition(seq_len, documents))
+        if isinstance(query_start, bool) or not isinstance(query_start, int | np.integer):
+            raise LayoutError(f"query_start must be an integer within +-2**48; got {query_start!r}.")
+        if key_len is not None and (
+            isinstance(key_len, bool) or not isinstance(key_len, int | np.integer) or key_len < 0
+        ):
+            raise LayoutError(f"key_len must be an integer >= 0; got {key_len!r}.")
         keys = self.partition(seq_len if key_len is None else key_len, layout=key_layout)
         return Sides(self.partition(seq_len, documents, start=query_start), keys)
 
@@ -185,13 +191,39 @@ class Geometry:
         key_layout: Layout | None = None,
         query_start: int = 0,
     ) -> tuple[Schedule, ...]:
-        """The schedules of `ring_ranks`; no communication, no framework. Arguments: those of a plan.
+        """The schedules of `ring_ranks`; no communication, no framework. Arguments: those of
+        `ringspun.torch.ContextParallel.plan`; documents are the mask's where none are given, there as here.
 
         Raises:
             PlanError, LayoutError, MaskError: a mask, layout and length that do not go together.
         """
-        sides = self.sides(seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start)
+        sides = self.sides_of(mask, seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start)
         return compile_schedules(sides, mask_of(mask), self.route, self.ring_ranks)
+
+    def sides_of(
+        self,
+        mask: Any,
+        seq_len: int,
+        documents: Documents | None = None,
+        *,
+        key_len: int | None = None,
+        key_layout: Layout | None = None,
+        query_start: int = 0,
+    ) -> Sides:
+        """`sides` with the documents of `mask`, unless others are given or they are those of the keys alone."""
+        sides = self.sides(seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start)
+        own = _documents_of(mask)
+        if documents is not None or own is None or not (sides.same or own.end <= query_start + seq_len):
+            return sides
+        queries = self.partition(seq_len, own, start=query_start)
+        return Sides(queries, None if sides.same else sides.keys)
+
+
+def _documents_of(mask: Any) -> Documents | None:
+    """The documents of a mask, or of several, where they are the same in all."""
+    masks = mask if isinstance(mask, list | tuple) else mask.masks if isinstance(mask, RowMasks) else (mask,)
+    found = {documents_of(one)[:1] for one in masks if isinstance(one, Mask)}
+    return next(iter(found.pop()), None) if len(found) == 1 else None
 
 
 def mask_of(value: Any) -> Mask | RowMasks:
@@ -231,7 +263,7 @@ def input_digest(sides: Sides, mask: Mask | RowMasks, route: Route) -> bytes:
                 for side in (sides.queries, sides.keys)
                 for name in ("seq_len", "ring_size", "layout", "documents", "start")
             ),
-            mask,
+            mask.text,
             route,
         )
     )

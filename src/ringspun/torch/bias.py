@@ -7,6 +7,7 @@ The tensor enters the op pair as an input; the rule is plain data and part of wh
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,22 @@ class Rule(ABC):
     def check(self, values: Tensor, heads: int) -> None:  # noqa: B027 (a rule without a tensor has nothing to check)
         """Raise `ShapeError` unless `values` fits H heads."""
 
-    def check_lse(self, lse: Tensor) -> None:  # noqa: B027 (a rule that hides nothing has nothing to check)
-        """Raise unless the normalisers that this bias led to are exact enough."""
+    def mark(self, q: Tensor, k: Tensor) -> int:
+        """A number that stands for what the rule says of some positions beyond its string, at this moment."""
+        return 0
+
+    def check_lse(self, lse: Tensor) -> None:
+        """Raise unless the normalisers that this bias led to are exact enough.
+
+        A row of nothing but finfo.min would be the sum of v, not its mean: ``lse + log(n)`` rounds to lse there.
+        """
+        size = torch.where(lse.isinf(), 0.0, lse).abs().amax() if lse.numel() else 0.0
+        if size * torch.finfo(lse.dtype).eps > COARSEST:
+            raise PlanError(
+                f"bias ({self.name}) must not move all scores of a row further than {lse.dtype} can normalise; got an "
+                f"lse of {float(size):.3g} in size. Return -inf for pairs that are not allowed, or write a mask; use "
+                "float64 where all keys are far away."
+            )
 
 
 @dataclass(frozen=True, eq=False)  # holds a tensor, whose == is no truth value
@@ -148,7 +163,7 @@ class _TableRule(Rule):
 
 
 @dataclass(frozen=True)
-class _FunctionRule(Rule):
+class FunctionRule(Rule):
     function: BiasFunction
     heads: int
     name = "function"
@@ -161,14 +176,9 @@ class _FunctionRule(Rule):
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.zeros_like(values)
 
-    def check_lse(self, lse: Tensor) -> None:
-        """A row of nothing but finfo.min would be the sum of v, not its mean: ``lse + log(n)`` rounds to lse there."""
-        size = torch.where(lse.isinf(), 0.0, lse).abs().amax() if lse.numel() else 0.0
-        if size * torch.finfo(lse.dtype).eps > COARSEST:
-            raise PlanError(
-                f"bias function must not move all scores of a row further than {lse.dtype} can normalise; got an "
-                f"lse of {float(size):.3g} in size. Return -inf for pairs that are not allowed, or write a mask."
-            )
+    def mark(self, q: Tensor, k: Tensor) -> int:
+        found = self.function(q, k).detach().to("cpu", torch.float64)
+        return int.from_bytes(hashlib.blake2b(found.numpy().tobytes(), digest_size=7).digest(), "little")
 
     def __str__(self) -> str:
         return f"{self.name} {getattr(self.function, '__qualname__', type(self.function).__name__)}"
@@ -197,7 +207,7 @@ def function_rule(function: BiasFunction, heads: int, device: torch.device) -> R
             "bias function must not return what needs a gradient; it would get none. "
             "Use Alibi(slopes) or RelativeTable(table, buckets), or detach."
         )
-    return _FunctionRule(function, heads)
+    return FunctionRule(function, heads)
 
 
 def _check_shape(found: Tensor, heads: int, q: Tensor, k: Tensor) -> None:

@@ -8,7 +8,6 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ringspun.core.layout import Layout, Zigzag
-from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
+from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
@@ -30,6 +29,7 @@ from ringspun.torch.execution import Options
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
+from ringspun.torch.recent import Recent
 
 CHECKS = ("header",)
 KEPT_READY = 4
@@ -72,7 +72,7 @@ class ContextParallel:
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
         chosen = route if isinstance(route, Route) else Ring()
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
-        self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+        self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
 
     @property
@@ -135,13 +135,9 @@ class ContextParallel:
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            sides = self.geometry.sides(
-                seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
+            sides = self.geometry.sides_of(
+                mask, seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
             )
-            own = _documents_of(mask)
-            if documents is None and own is not None and (sides.same or own.end <= query_start + seq_len):
-                queries = self.geometry.partition(seq_len, own, start=query_start)
-                sides = Sides(queries, None if sides.same else sides.keys)  # not where documents are the keys' alone
         except Exception as failure:
             self._agree_on_plan(bytes(32), {}, failure)
             raise
@@ -170,10 +166,7 @@ class ContextParallel:
             failure = problem
         self._agree_on_plan(digest, _fields(sides, mask), failure)
         assert plan is not None
-        self._plans[key] = plan
-        self._plans.move_to_end(key)
-        if len(self._plans) > KEPT_PER_CONTEXT:
-            self._plans.popitem(last=False)
+        self._plans.use(key, plan, plan.n_bytes)
         return plan
 
     def _compile(self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes) -> Plan:
@@ -186,6 +179,9 @@ class ContextParallel:
         self.driver.agree(
             "the plan", digest_of((inputs, number)), {**fields, "context of the group": str(number)}, failure
         )
+
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        return self  # a place in a ring cannot be doubled; models that hold one are copied
 
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
@@ -215,13 +211,6 @@ def _driver(group: Any, timeout_s: float) -> Driver:
     return Gloo(group, timeout_s=timeout_s)
 
 
-def _documents_of(mask: Any) -> Documents | None:
-    """The documents of a mask, or of several, where they are the same in all."""
-    masks = mask if isinstance(mask, list | tuple) else (mask,)
-    found = {documents_of(one)[:1] for one in masks if isinstance(one, Mask)}
-    return next(iter(found.pop()), None) if len(found) == 1 else None
-
-
 def _schedules(what: Any) -> tuple[Schedule, ...]:
     """`what` as schedules made elsewhere (loaders turn tuples into lists), or none where it is a mask."""
     many = tuple(what) if isinstance(what, list | tuple) else (what,)
@@ -232,6 +221,5 @@ def _fields(sides: Sides, mask: Mask | RowMasks | None) -> dict[str, str]:
     """What a disagreement is explained by."""
     queries, keys = sides.queries, sides.keys
     fields = {"seq_len": queries.seq_len, "mask": mask, "layout": queries.layout, "documents": queries.documents}
-    if not sides.same:
-        fields |= {"key_len": keys.seq_len, "key_layout": keys.layout, "query_start": queries.start}
+    fields |= {"key_len": keys.seq_len, "key_layout": keys.layout, "query_start": queries.start}
     return {name: doubts.shown(value) for name, value in fields.items()}

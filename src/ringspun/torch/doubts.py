@@ -66,5 +66,5 @@ def _leaves(mask: Mask) -> Iterator[Mask]:
 
 def shown(value: object, limit: int = 120) -> str:
     """The beginning of a long value."""
-    text = str(value)
+    text = str(getattr(value, "text", value))
     return text if len(text) <= limit else text[:limit] + "..."

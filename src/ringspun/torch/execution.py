@@ -13,9 +13,9 @@ from torch import Tensor
 from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
-from ringspun.errors import RingspunError
+from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.torch import ring, sharding
-from ringspun.torch.bias import RankBias, Rule
+from ringspun.torch.bias import FunctionRule, RankBias, Rule
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
@@ -25,6 +25,8 @@ from ringspun.torch.ops import Grads
 
 TOPIC = "an attention call"
 BACKWARD_TOPIC = "a backward call"
+BYTES_OF_A_TILE = 360
+"""64 in the table, and the rest as a list of Python integers."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Calls:
     schedules: tuple[Schedule, ...]
     plan_id: int
     agreed: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """About what the schedules take, with their tiles as Python integers."""
+        passes = [p for s in self.schedules for p in (s.forward, s.backward)]
+        return sum(p.messages.nbytes + p.steps.nbytes + BYTES_OF_A_TILE * len(p.tiles) for p in passes)
 
     def fail(self, failure: Exception) -> None:
         """Tell the other ranks: by the first call's agreement where they wait in it, else by a note."""
@@ -109,14 +117,25 @@ class Execution:
     calls: Calls
     options: Options
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, int]:
+    @property
+    def holds_function(self) -> bool:
+        """Whether a bias function, and whatever that holds, lives as long as this does."""
+        return isinstance(self.options.rule, FunctionRule)
+
+    @property
+    def n_bytes(self) -> int:
+        """About what the plan takes."""
+        return self.calls.n_bytes
+
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, tuple[int, int]]:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
         kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
-        calls.agree(TOPIC, wire, _facts(wire, kernel, terms, rule))
+        mark = self._mark(q.device)
+        calls.agree(TOPIC, wire, _facts(wire, kernel, terms, rule) | {"bias at some positions": hex(mark)})
         jobs = calls.jobs(q, wire, kernel, terms, rule)
         if q.shape[0] == 0:
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-            return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), jobs[0].call
+            return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), (jobs[0].call, mark)
         programs = [ring.forward(job, *rows) for job, rows in zip(jobs, self._rows(q, k, v), strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = calls.driver.run(programs)
@@ -127,16 +146,31 @@ class Execution:
             except RingspunError as failure:
                 calls.fail(failure)
                 raise
-        return out, lse, jobs[0].call
+        return out, lse, (jobs[0].call, mark)
 
     def run_backward(
-        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, call: int
+        self,
+        grads: Grads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Terms,
+        out: Tensor,
+        lse: Tensor,
+        call: tuple[int, int],
     ) -> tuple[Tensor, ...]:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
         kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
         facts = _facts(wire, kernel, terms, rule) | {"gradients of q, k, v, sinks, bias": str(grads.needs)}
         calls.agree(BACKWARD_TOPIC, wire, facts)
-        jobs = calls.jobs(q, wire, kernel, terms, rule, of=call)
+        if self._mark(q.device) != call[1]:
+            failure = NotDifferentiable(
+                "bias function must give in backward what it gave in forward; it changed in between. Bind what it uses "
+                "when it is made: `lambda q, k, slope=slope: ...`, and change no tensor that it captured."
+            )
+            calls.fail(failure)
+            raise failure
+        jobs = calls.jobs(q, wire, kernel, terms, rule, of=call[0])
         if q.shape[0] == 0:
             shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared
@@ -150,6 +184,15 @@ class Execution:
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv, dbias = zip(*calls.driver.run(programs), strict=True)
         return _joined(dq), _joined(dk), _joined(dv), _sink_gradients(saved, terms.sinks), sum(dbias[1:], dbias[0])
+
+    def _mark(self, device: torch.device) -> int:
+        """See `Rule.mark`: of a few positions of the queries and of the keys."""
+        sides = self.calls.sides.queries, self.calls.sides.keys
+        if self.options.rule is None or not all(side.seq_len for side in sides):
+            return 0
+        q, k = (side.start + np.unique(np.linspace(0, side.seq_len - 1, 7).astype(np.int64)) for side in sides)
+        some = torch.from_numpy(q).to(device)[:, None], torch.from_numpy(k).to(device)[None, :]
+        return self.options.rule.mark(*some)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows of each rank that this process plays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def check_terms(driver: Driver, q: Tensor, sinks: Tensor | None, bias: object) -
         _check_tensor("slopes" if isinstance(bias, Alibi) else "table", bias.values, _where(driver), q)
         bias.rule.check(bias.values, heads)
         return bias.rule, bias.values
-    if isinstance(bias, Tensor) or not callable(bias):
+    if isinstance(bias, Tensor | type) or not callable(bias):
         raise DtypeError(
             f"bias must be Alibi(slopes), RelativeTable(table, buckets) or a function of positions; got "
             f"{type(bias).__name__}. A dense bias would need the whole S x S on every rank."
@@ -127,23 +127,26 @@ def refuse(names: dict[str, object]) -> None:
         raise TypeError(f"{name} must not be given to plan.attention; {advice}.")
 
 
+LARGEST_SCALE = 1e300
+
+
 def checked_scale(scale: float | None, head_size: int) -> float:
     if scale is None:
         return float(head_size**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
         raise PlanError(f"scale must be a finite number (not a tensor: it has no gradient); got {scale!r}.")
     return float(scale)
 
 
-SMALLEST_SOFTCAP = 1e-30
-"""With less, or with more than its reciprocal, float32 scores become 0 / 0 or inf * 0."""
+SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
+"""Beyond them float32 scores become 0 / 0 or inf * 0."""
 
 
 def checked_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
-    number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
-    if not number or not SMALLEST_SOFTCAP <= softcap <= 1 / SMALLEST_SOFTCAP:  # nan too
+    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if not number or not SMALLEST_SOFTCAP <= softcap <= LARGEST_SOFTCAP:  # nan too
         raise PlanError(f"softcap must be a number from 1e-30 to 1e30, or None for none; got {softcap!r}.")
     return float(softcap)
 

@@ -17,22 +17,40 @@ from torch import Tensor
 
 from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.torch.kernels.base import Terms, accumulator_dtype
+from ringspun.torch.recent import Recent
 
 KEPT_PER_CONTEXT = 1024
 KEPT_CONTEXTS = 64
+KEPT_FUNCTIONS = 64
 
 
 class Executable(Protocol):
     """What a handle stands for: a plan with the options of a call fixed."""
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, int]:
-        """``(out, lse)`` of the rows that this process holds, and the number of the call."""
+    @property
+    def holds_function(self) -> bool:
+        """Whether it holds a bias function, and so whatever that holds."""
+
+    @property
+    def n_bytes(self) -> int:
+        """About what it takes in memory."""
+
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        """``(out, lse)`` of the rows that this process holds; the number of the call, and a mark of its bias."""
 
     def run_backward(
-        self, grads: Grads, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, call: int
+        self,
+        grads: Grads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Terms,
+        out: Tensor,
+        lse: Tensor,
+        call: tuple[int, int],
     ) -> tuple[Tensor, ...]:
         """``(dq, dk, dv, dsinks, dbias)``, the last two this process's shares and in the accumulators' dtype (empty
-        where there is no such input); `call` is the number of the forward call."""
+        where there is no such input); `call` is what the forward call gave."""
 
 
 class Grads(NamedTuple):
@@ -45,14 +63,17 @@ class Grads(NamedTuple):
 
 class Registry:
     """Executables by handle. One lives as long as its plan does; and without its plan, for a backward that is still to
-    come, while it is among the last `kept` that its context used, and the context among the last `contexts`."""
+    come, while it is among the last that its context used (`kept`, and 256 MiB of them; of those with a bias function,
+    `kept_functions`), and the context among the last `contexts`."""
 
-    def __init__(self, kept: int = KEPT_PER_CONTEXT, contexts: int = KEPT_CONTEXTS) -> None:
+    def __init__(
+        self, kept: int = KEPT_PER_CONTEXT, contexts: int = KEPT_CONTEXTS, kept_functions: int = KEPT_FUNCTIONS
+    ) -> None:
         self._numbers = itertools.count(1)
         self._alive: weakref.WeakValueDictionary[int, Executable] = weakref.WeakValueDictionary()
         self._context_of: dict[int, int] = {}
-        self._recent: OrderedDict[int, OrderedDict[int, Executable]] = OrderedDict()
-        self._kept, self._contexts = kept, contexts
+        self._recent: OrderedDict[int, tuple[Recent[int, Executable], Recent[int, Executable]]] = OrderedDict()
+        self._kept, self._contexts, self._kept_functions = kept, contexts, kept_functions
 
     def add(self, context: int, executable: Executable) -> int:
         """A new handle."""
@@ -73,21 +94,20 @@ class Registry:
         if found is None:
             raise RingspunError(
                 f"plan must be held or recently used; got handle {handle}, whose plan was dropped (and {self._kept} "
-                f"others of its context, or {self._contexts} other contexts, used since), or which is not made yet (a "
-                "kernel= first named inside a compiled function). Hold the plan until backward is done; call once "
-                "uncompiled with that kernel."
+                f"others of its context, or {self._contexts} other contexts, used since), whose bias function was (and "
+                f"{self._kept_functions} others used since), or which is not made yet (a kernel= first named inside a "
+                "compiled function). Hold the plan until backward is done, and one bias function for all calls; call "
+                "once uncompiled with that kernel."
             )
         self._use(handle, found)
         return found
 
     def _use(self, handle: int, executable: Executable) -> None:
         context = self._context_of[handle]
-        mine = self._recent.setdefault(context, OrderedDict())
-        mine[handle] = executable
-        mine.move_to_end(handle)
+        if context not in self._recent:
+            self._recent[context] = Recent(self._kept), Recent(self._kept_functions)
+        self._recent[context][executable.holds_function].use(handle, executable, executable.n_bytes)
         self._recent.move_to_end(context)
-        if len(mine) > self._kept:
-            mine.popitem(last=False)
         if len(self._recent) > self._contexts:
             self._recent.popitem(last=False)
 
@@ -106,7 +126,8 @@ def attention_op(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Ring attention of one plan: ``(out, lse, call)``; `call`, the call's number, ties its backward to it."""
+    """Ring attention of one plan: ``(out, lse, call)``; `call` ties its backward to it: the call's number, and a mark
+    of its bias."""
     out, lse, call = REGISTRY.get(handle).run_forward(q, k, v, Terms(scale, softcap, sinks, bias))
     return out, lse, torch.tensor(call)
 
@@ -124,7 +145,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
+    return out, lse, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ringspun::attention_backward", mutates_args=())
@@ -148,7 +169,7 @@ def attention_backward_op(
     return None."""
     inputs = (q, k, v, sinks, bias)
     given, terms = Grads(dout, dlse, tuple(needs)), Terms(scale, softcap, sinks, bias)
-    grads = REGISTRY.get(handle).run_backward(given, q, k, v, terms, out, lse, int(call))
+    grads = REGISTRY.get(handle).run_backward(given, q, k, v, terms, out, lse, (int(call[0]), int(call[1])))
     dq, dk, dv, dsinks, dbias = (
         g.to(x.dtype) if need and x is not None else q.new_empty(0)
         for g, need, x in zip(grads, needs, inputs, strict=True)

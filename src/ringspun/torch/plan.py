@@ -99,6 +99,11 @@ class Plan:
         """This rank's schedule (a loopback's first; see `schedules`)."""
         return self.schedules[0]
 
+    @property
+    def n_bytes(self) -> int:
+        """About what the plan takes in memory (bytes)."""
+        return self._calls.n_bytes
+
     def with_mask(self, mask: Mask | Sequence[Mask]) -> Plan:
         """Another mask over the same partition (a model with several attention patterns). Collective, like `plan`."""
         return self._context._plan(self._sides, mask)
@@ -208,7 +213,7 @@ class Plan:
         q, k, v = inputs.autocast(q, k, v)
         _, _, call = self._checked(q, k, v, asked)
         chosen = self.schedule.ring_rank if ring_rank is None else ring_rank
-        if not 0 <= chosen < self._context.ring_size:
+        if not isinstance(chosen, int) or not 0 <= chosen < self._context.ring_size:
             raise PlanError(f"ring_rank must be from 0 to {self._context.ring_size - 1}; got {ring_rank}.")
         speeds = getattr(self._sides.queries.layout, "speeds", None)
         return explain(self._words, chosen, self._everybody, speeds, wire_of(q, k, v), call, kernel)
@@ -242,6 +247,9 @@ class Plan:
                 del self._handles[next(o for o in self._handles if o != Options())]  # compiled calls count on that one
             self._context.remember(options)
         return self._handles[options][0]
+
+    def __copy__(self) -> Plan:
+        return self
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self  # a frozen value; models that hold one are copied

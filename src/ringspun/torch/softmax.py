@@ -89,7 +89,8 @@ class RunningSoftmax:
         """Merge a partial result into ``self.out[rows]``; rows that saw no key are (0, -inf).
 
         Args:
-            rows: ``...``, or an index whose last entry is a slice of T. out, lse: of those rows; may be kept.
+            rows: ``...``, or an index whose last entry is a slice of T.
+            out, lse: of those rows; may be kept and written to.
         """
         first, last = (0, self.shape[-2]) if rows is ... else (rows[-1].start, rows[-1].stop)
         if self._out is None and out.shape == self.shape:
@@ -102,10 +103,10 @@ class RunningSoftmax:
             mine_lse.copy_(lse)
             return
         lse = lse.to(self.dtype)
-        total = torch.logaddexp(mine_lse, lse)
-        take = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-        mine.lerp_(out.to(self.dtype), take[..., None])  # both weights add up to 1; exact where one of them is
-        mine_lse.copy_(total)
+        # Weights from the difference, not from the total: each is exact relative to itself, and they add up to 1.
+        ahead = (lse - mine_lse.masked_fill(lse == -torch.inf, 0.0))[..., None]
+        mine.mul_(torch.sigmoid(-ahead)).addcmul_(out.to(self.dtype), torch.sigmoid(ahead))
+        mine_lse.copy_(torch.logaddexp(mine_lse, lse))
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge one key of score ``sinks[h]`` and value 0 into every row of head h; -inf is none. Once, at the end."""

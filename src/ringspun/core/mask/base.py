@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ class Mask(ABC):
     def __or__(self, other: Mask) -> Mask:
         return Or(_operands(Or, self, other)) if isinstance(other, Mask) else NotImplemented
 
+    @cached_property
+    def text(self) -> str:
+        """`str` of it, made once: of a large mask that takes a while, and every plan asks for it."""
+        return str(self)
+
     def __str__(self) -> str:
         """The canonical string; for the masks of this package ``parse(str(mask)) == mask``."""
         values = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
@@ -78,7 +84,7 @@ class And(Mask):
         return first
 
     def __str__(self) -> str:
-        return " & ".join(f"({m})" if isinstance(m, Or) else str(m) for m in self.masks)
+        return " & ".join(f"({m.text})" if isinstance(m, Or) else m.text for m in self.masks)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Or(Mask):
         return first
 
     def __str__(self) -> str:
-        return " | ".join(map(str, self.masks))
+        return " | ".join(m.text for m in self.masks)
 
 
 def _lists(value: Any) -> Any:

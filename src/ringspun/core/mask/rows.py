@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ringspun.core.mask.base import Mask
@@ -38,7 +39,12 @@ class RowMasks:
         return len(self.masks)
 
     def __str__(self) -> str:
-        return f"rows[{', '.join(map(str, self.masks))}]"
+        return f"rows[{', '.join(mask.text for mask in self.masks)}]"
+
+    @cached_property
+    def text(self) -> str:
+        """`str` of it, made once."""
+        return str(self)
 
     def distinct(self) -> list[tuple[Mask, list[tuple[int, int]]]]:
         """Each different mask, in order of its first row, with the half-open ranges of batch rows that have it."""

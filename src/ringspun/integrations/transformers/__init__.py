@@ -126,7 +126,7 @@ def attention(
     refusals.shapes(choice.held, query, key)
     if choice is not given and getattr(module, "layer_idx", 0) in (0, None):  # else the model's call was checked
         refusals.positions(choice.partition, kwargs.get("position_ids"))
-    out = plan.attention(query, key, value, scale=scaling, softcap=softcap, sinks=sinks)
+    out = plan.attention(query, key, value, scale=scaling, softcap=softcap or None, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
 
 

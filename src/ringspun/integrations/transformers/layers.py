@@ -161,6 +161,11 @@ class Choice:
         self._plans: dict[str, Plan] = dict(given) if isinstance(given, Mapping) else {"": given}
         if not self._plans:
             raise UnsupportedByRing(f"{PLAN_KEYWORD} must hold a plan; got none. Use plans(model, partition, mask).")
+        if not all(plan.queries.core == plan.keys.core for plan in self._plans.values()):
+            raise UnsupportedByRing(
+                "plan must be one of self-attention; got one whose keys are other tokens, or dealt otherwise, than its "
+                "queries. Make it without key_len, key_layout and query_start."
+            )
         self._locals = {kind: _local(plan.mask) for kind, plan in self._plans.items()}
         first, *others = self._plans.values()
         self.partition = first.partition
