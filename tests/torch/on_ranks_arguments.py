@@ -51,8 +51,15 @@ def in_the_trial(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def at_real_positions(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Fails only where it is computed, not where it is tried."""
+    """Fails as soon as it sees positions of the sequence."""
     if q.max() > 2:
+        raise LookupError("not for these positions")
+    return (q - k).float()
+
+
+def in_the_ring(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Fails only where it is computed, not where it is tried: at neighbours beyond the first few."""
+    if ((q[1:] - q[:-1] == 1) & (q[1:] > 3)).any():
         raise LookupError("not for these positions")
     return (q - k).float()
 
@@ -80,17 +87,22 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+def functions_differ(rank: int) -> tuple[str, str]:
+    """One name, and another slope on every rank."""
+    return caught(lambda: one_call(bias=lambda q, k: -(rank + 1) * (q - k).abs().float()))
+
+
 def tables_differ(rank: int, odd: int) -> tuple[str, str]:
     """All have a table; rank `odd` another number of buckets."""
     return caught(lambda: one_call(bias=table(5 if rank == odd else 4)))
 
 
-def function_raises_late(rank: int, odd: int) -> list[tuple[str, str]]:
+def function_raises_late(rank: int, odd: int, how: str) -> list[tuple[str, str]]:
     """Rank `odd`'s function fails in the middle of the ring; then all call once more."""
     context = ContextParallel(dist.group.WORLD, timeout_s=5.0)
     plan = context.plan(S, Full())
     x = torch.ones(1, HEADS, plan.partition.local_tokens, 4)
-    function = at_real_positions if rank == odd else fine
+    function = {"tried": at_real_positions, "computed": in_the_ring}[how] if rank == odd else fine
     return [caught(lambda f=f: plan.attention(x, x, x, bias=f)) for f in (function, fine)]
 
 
@@ -98,4 +110,4 @@ def fine(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return (q - k).float()
 
 
-fine.__qualname__ = at_real_positions.__qualname__  # all that ranks compare of a function
+fine.__qualname__ = at_real_positions.__qualname__ = in_the_ring.__qualname__  # ranks compare it

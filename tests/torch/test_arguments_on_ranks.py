@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from on_ranks import run_cases
-from on_ranks_arguments import DIFFERENCES, differ, function_raises_late, tables_differ
+from on_ranks_arguments import DIFFERENCES, differ, function_raises_late, functions_differ, tables_differ
 
 from ringspun import Causal, Zigzag
 from ringspun.testing.cases import Case, inputs, reference
@@ -59,14 +59,20 @@ def test_tables_of_different_shapes(trusted):
         assert "5 rows" in message or "[5, 2]" in message
 
 
-def test_a_function_that_fails_in_the_middle_of_a_ring_is_heard_of(pools):
-    """None hangs, and the ring is not used again."""
+@pytest.mark.parametrize(("how", "afterwards"), [("computed", "RingBroken"), ("tried", "nothing")])
+def test_a_function_that_fails_on_one_rank_is_heard_of(pools, how, afterwards):
+    """None hangs; and a ring that has begun to compute is not used again."""
     pool = pools(3)
     try:
-        outcomes = pool.run(function_raises_late, 1, timeout_s=30)
+        outcomes = pool.run(function_raises_late, 1, how, timeout_s=30)
     finally:
         pool.restart()
     assert outcomes[1][0] == ("LookupError", "not for these positions")
     for rank, (first, second) in enumerate(outcomes):
         assert first[0] == ("LookupError" if rank == 1 else "PeerError"), first
-        assert second[0] == "RingBroken"
+        assert second[0] == afterwards
+
+
+def test_functions_of_one_name_are_told_apart_by_what_they_give(pools):
+    for kind, text in pools(2).run(functions_differ, timeout_s=30):
+        assert kind == "PlanMismatchError" and "bias at some positions is" in text

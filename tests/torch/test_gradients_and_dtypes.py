@@ -227,6 +227,8 @@ def test_two_forwards_may_wait_for_their_backwards():
 class Plain:
     """Stands for an executable."""
 
+    holds_function, n_bytes = False, 0
+
 
 def test_registry_holds_what_lives_and_what_was_used_last():
     registry, held = Registry(kept=2, contexts=2), [Plain(), Plain(), Plain()]

@@ -56,7 +56,7 @@ class Rule(ABC):
         size = torch.where(lse.isinf(), 0.0, lse).abs().amax() if lse.numel() else 0.0
         if size * torch.finfo(lse.dtype).eps > COARSEST:
             raise PlanError(
-                f"bias ({self.name}) must not move all scores of a row further than {lse.dtype} can normalise; got an "
+                f"bias {self.name} must not move all scores of a row further than {lse.dtype} can normalise; got an "
                 f"lse of {float(size):.3g} in size. Return -inf for pairs that are not allowed, or write a mask; use "
                 "float64 where all keys are far away."
             )

@@ -192,7 +192,11 @@ class Execution:
             return 0
         q, k = (side.start + np.unique(np.linspace(0, side.seq_len - 1, 7).astype(np.int64)) for side in sides)
         some = torch.from_numpy(q).to(device)[:, None], torch.from_numpy(k).to(device)[None, :]
-        return self.options.rule.mark(*some)
+        try:
+            return self.options.rule.mark(*some)
+        except Exception as failure:  # a function may raise anything
+            self.calls.fail(failure)
+            raise
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows of each rank that this process plays."""

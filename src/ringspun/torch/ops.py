@@ -21,7 +21,7 @@ from ringspun.torch.recent import Recent
 
 KEPT_PER_CONTEXT = 1024
 KEPT_CONTEXTS = 64
-KEPT_FUNCTIONS = 64
+KEPT_FUNCTIONS = 256
 
 
 class Executable(Protocol):
