@@ -231,7 +231,8 @@ def summed(_, bucket):  # PyTorch reads a hook's annotations, and wants no strin
 def reduce_oddly(rank: int, what: str) -> tuple[str, str, list[Any]]:
     """A reduction of gradients that rank 1 sees in its own way; what it raises, and the gradients after it."""
     given = [torch.zeros(n, dtype=dtype, requires_grad=True) for n, dtype in ((2, torch.float32), (3, torch.bfloat16))]
-    given.append(torch.zeros(1, requires_grad=True))
+    given += [torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.float64, requires_grad=True)]
+    given[3].grad = torch.tensor([1 + 2.0**-40], dtype=torch.float64)
     given[1].grad = torch.full((3,), 1.0 + rank / 128, dtype=torch.bfloat16)
     if rank == 1:
         given[0].grad = torch.ones(2)

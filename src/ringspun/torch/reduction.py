@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Driver, Loopback
 from ringspun.torch.drivers.base import digest_of
 
-Group = ContextParallel | dist.ProcessGroup | dist.device_mesh.DeviceMesh | Loopback | None
+if TYPE_CHECKING:
+    Group = ContextParallel | dist.ProcessGroup | dist.device_mesh.DeviceMesh | Loopback | None
+
 BUCKET_BYTES = 32 * 2**20
 SHOWN = 3
 """Parameters that a warning names."""

@@ -12,7 +12,6 @@ again.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -44,10 +42,12 @@ def as_sdpa(plan: Plan, says: tuple[bool, ...], *, quiet: bool = False) -> Itera
     Args:
         says: values of `is_causal` that agree with the plan's mask. quiet: no warning where nothing was computed.
     """
+    from ringspun.torch.frames import checkpoints_running  # here: it loads PyTorch's compiler, which takes a second
+
     state = plan._calls.driver.state
     quiet = quiet or torch.compiler.is_compiling()
     before = -1 if quiet else state.calls
-    with _AsSdpa(plan, says, _checkpoints_running(), torch.is_grad_enabled()):
+    with _AsSdpa(plan, says, checkpoints_running, torch.is_grad_enabled()):
         yield
     if not quiet and state.calls == before:
         warnings.warn(
@@ -99,13 +99,15 @@ class _AsSdpa(TorchFunctionMode):
 
     Args:
         says: values of `is_causal` that agree with the plan's mask.
-        running: checkpoints that were running when it began: they enter it again when they run their block again.
+        running: counts the checkpoints that are running; those that are when it begins will enter it again themselves,
+            when they run their block again.
         grad: whether gradients were on when it began.
     """
 
-    def __init__(self, plan: Plan, says: tuple[bool, ...], running: int, grad: bool) -> None:
+    def __init__(self, plan: Plan, says: tuple[bool, ...], running: Callable[[], int], grad: bool) -> None:
         super().__init__()
         self.plan, self.says, self.running, self.grad = plan, says, running, grad
+        self.around = running()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(func is other for other in _GRAPHS):  # one by one: a traced dict does not find them
@@ -113,7 +115,7 @@ class _AsSdpa(TorchFunctionMode):
         answer = _ANSWERS.get(func)
         if answer is None:
             return func(*args, **(kwargs or {}))
-        if _checkpoints_running() > self.running and (self.grad or torch.is_grad_enabled()):
+        if self.running() > self.around and (self.grad or torch.is_grad_enabled()):
             _refuse(self.plan, _CHECKPOINTED)
         return answer(self, *args, **(kwargs or {}))
 
@@ -128,27 +130,6 @@ _CHECKPOINTED = (
 def _innermost() -> _AsSdpa | None:
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next((mode for mode in reversed(stack) if isinstance(mode, _AsSdpa)), None)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # traced where it is called
-def _checkpoints_running() -> int:
-    """Checkpointed blocks that this call is inside of, running for the first time or again."""
-    return int(_frames_of_checkpoints())
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _frames_of_checkpoints() -> int:
-    """No public call tells of a checkpoint; the frames of the functions that run its block do, for both kinds."""
-    count, frame = 0, sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == torch.utils.checkpoint.__file__ and code.co_qualname.rpartition(".")[2] in _RUNNERS:
-            count += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
-
-
-_RUNNERS = ("checkpoint", "forward", "backward", "recompute_fn")
 
 
 def _refuse(plan: Plan, words: str) -> None:
