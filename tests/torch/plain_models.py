@@ -228,6 +228,26 @@ def summed(_, bucket):  # PyTorch reads a hook's annotations, and wants no strin
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
+def over_ring_and_data(rank: int) -> list[np.ndarray]:
+    """Gradients of a batch of two sequences, each on a ring of two of four processes: reduced over all."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    context = ContextParallel(mesh["ring"], timeout_s=PATIENCE_S)
+    model = seeded(Gpt)
+    _, share = share_of(model, context.plan(TOKENS, Causal()), tokens(seed=mesh["data"].get_local_rank()))
+    (share / 2).backward()
+    reduce_gradients(model, dist.group.WORLD)
+    return [p.grad.numpy() for p in model.parameters()]
+
+
+def alone_on_both() -> list[np.ndarray]:
+    model = seeded(Gpt)
+    for seed in range(2):
+        ids = tokens(seed)
+        logits = model(ids, torch.arange(TOKENS))[:, :-1]
+        (F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / 2).backward()
+    return [p.grad.numpy() for p in model.parameters()]
+
+
 def reduce_oddly(rank: int, what: str) -> tuple[str, str, list[Any]]:
     """A reduction of gradients that rank 1 sees in its own way; what it raises, and the gradients after it."""
     given = [torch.zeros(n, dtype=dtype, requires_grad=True) for n, dtype in ((2, torch.float32), (3, torch.bfloat16))]

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from plain_models import Gpt, reduce_oddly, seeded, train, trained_alone
+from plain_models import Gpt, alone_on_both, over_ring_and_data, reduce_oddly, seeded, train, trained_alone
 from torch import nn
 
 from ringspun.errors import PlanError, RingspunWarning, UnsupportedByRing
@@ -26,6 +26,16 @@ def test_five_steps_without_data_parallelism_are_those_of_one_process(pools, red
         for mine, theirs, right in zip(weights, results[0][0], expected, strict=True):
             assert np.array_equal(mine, theirs)
             np.testing.assert_allclose(mine, right, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_one_reduction_serves_a_group_of_rings_and_replicas(pools):
+    """A ring of a mesh, and a group that holds more than the ring."""
+    expected = alone_on_both()
+    for grads in pools(4).run(over_ring_and_data):
+        for found, right in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.processes

@@ -75,7 +75,7 @@ class ContextParallel:
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: OrderedDict[bytes, Plan] = OrderedDict()
         self.options: tuple[Options, ...] = ()
-        self.as_sdpa = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
+        self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
 
     @property
     def ring_size(self) -> int:

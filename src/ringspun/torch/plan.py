@@ -62,7 +62,7 @@ class Plan:
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id)
-        self._says = sdpa.what_calls_may_say(sides, mask) if context.as_sdpa else None
+        self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
             self._handle(options)
@@ -217,7 +217,7 @@ class Plan:
                     "plan.as_sdpa() must begin once uncompiled before a compiled function can hold it; got its first "
                     "use. Later plans of the context need none."
                 )
-            self._context.as_sdpa = True
+            self._context.sdpa_used = True
             self._says = sdpa.what_calls_may_say(self._sides, self._mask)
         return self._says
 
