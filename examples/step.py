@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringspun import Causal, Documents
-from ringspun.torch import ContextParallel
+from ringspun.torch import ContextParallel, reduce_gradients
 
 HEADS, WIDTH, TOKENS = 4, 32, 101
 
@@ -43,18 +43,18 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same weights and tokens on every rank
 model, ids, documents = Model(), torch.randint(0, 256, (2, TOKENS)), Documents([70, 30])  # one token is padding
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-part = ContextParallel().partition(TOKENS, documents=documents)
-plan = part.plan(Causal() & documents)  # the same length and documents in every step here: one plan for all
-batch = part.shard_batch({"input_ids": ids, "labels": ids})
+cp = ContextParallel()
+plan = cp.plan(TOKENS, Causal() & documents)  # the same length and documents in every step here: one plan for all
+batch = plan.partition.shard_batch({"input_ids": ids, "labels": ids})
 for step in range(3):
     logits = model(batch["input_ids"], batch["position_ids"], plan)
     summed = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
     loss = summed / batch["num_items_in_batch"]  # a share of the mean: the targets of all ranks are counted
     optimizer.zero_grad()
     loss.backward()
-    for x in [loss.detach(), *(p.grad for p in model.parameters())]:
-        dist.all_reduce(x)  # the sum of the shares
+    reduce_gradients(model, cp)  # the sum of the shares
     optimizer.step()
+    dist.all_reduce(loss := loss.detach())
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss:.5f}", flush=True)
 dist.destroy_process_group()

@@ -22,7 +22,7 @@ from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.kernels import KERNELS
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/models.md", "docs/migration.md")
 
 
 def read(page: str) -> str:

@@ -29,6 +29,13 @@ def test_importing_ringspun_loads_no_framework():
     assert loaded_by("import ringspun; ringspun.Causal() & ringspun.Window(3)") == []
 
 
+def test_importing_the_rings_does_not_load_the_compiler():
+    """A second and more, before anything is compiled."""
+    program = "import sys, ringspun.torch; print('torch._dynamo' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["False"]
+
+
 def test_the_whole_core_loads_no_framework():
     modules = sorted(
         ".".join(("ringspun.core", *path.relative_to(CORE).with_suffix("").parts)).removesuffix(".__init__")

@@ -38,6 +38,12 @@ def test_unite(a, b):
     assert_is(rg.unite(a, b), dense(a) | dense(b))
 
 
+@given(SETS)
+def test_looks_tells_whether_any_pair_lies_ahead_or_back(table):
+    pairs = dense(table)
+    assert rg.looks(table) == (np.triu(pairs, 1).any(), np.tril(pairs, -1).any())
+
+
 @given(SETS, SETS)
 def test_operands_are_not_changed(a, b):
     before = a.copy(), b.copy()
@@ -54,6 +60,11 @@ def loose_rows(draw):
     span = st.integers(0, LENGTH)
     bound = st.integers(-2 * LENGTH, 2 * LENGTH) | st.sampled_from((-rg.UNBOUNDED, rg.UNBOUNDED))
     return np.array([[draw(s) for s in (span, span, span, span, bound, bound)]], np.int64)
+
+
+@given(loose_rows())
+def test_looks_is_exact_for_any_row(row):
+    assert rg.looks(row) == (np.triu(dense(row), 1).any(), np.tril(dense(row), -1).any())
 
 
 @given(loose_rows())

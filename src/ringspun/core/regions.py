@@ -45,6 +45,12 @@ def tighten_rows(regions: Table) -> NDArray[np.bool_]:
     return (q0 < q1) & (k0 < k1) & (lo <= hi)
 
 
+def looks(regions: Table) -> tuple[bool, bool]:
+    """Whether any query of the set looks ahead of its position (k > q), and whether any looks back (k < q)."""
+    tight = tighten(regions)
+    return bool((tight[:, LO] < 0).any()), bool((tight[:, HI] > 0).any())
+
+
 def count(regions: Table) -> NDArray[np.int64]:
     """Number of allowed pairs in each region, exactly (int64)."""
     q0, q1, k0, k1, lo, hi = regions.T

@@ -13,6 +13,8 @@ from ringspun.torch.drivers import Gloo, Loopback
 from ringspun.torch.functional import blockwise_attention, ring_attention
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan
+from ringspun.torch.reduction import reduce_gradients, watch_gradients
+from ringspun.torch.sdpa import checkpoint_contexts
 from ringspun.torch.softmax import merge
 
 __all__ = [
@@ -24,6 +26,9 @@ __all__ = [
     "Plan",
     "RelativeTable",
     "blockwise_attention",
+    "checkpoint_contexts",
     "merge",
+    "reduce_gradients",
     "ring_attention",
+    "watch_gradients",
 ]

@@ -74,6 +74,7 @@ class ContextParallel:
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
+        self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
 
     @property
     def ring_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
@@ -16,7 +17,7 @@ from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.errors import PlanError, RingspunError
-from ringspun.torch import inputs
+from ringspun.torch import inputs, sdpa
 from ringspun.torch.bias import Bias, Rule
 from ringspun.torch.doubts import shown
 from ringspun.torch.execution import Calls, Execution, Options, call_of, wire_of
@@ -62,6 +63,7 @@ class Plan:
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id)
+        self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
             self._handle(options)
@@ -188,6 +190,50 @@ class Plan:
         scale, softcap = inputs.checked_scale(asked.scale, q.shape[-1]), inputs.checked_softcap(asked.softcap)
         rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
         return rule, values, call_of(q, k, v, scale, softcap, rule)
+
+    def as_sdpa(self) -> AbstractContextManager[None]:
+        """Within this ``with``, `scaled_dot_product_attention` is `attention`: for models that take no argument more.
+
+            with plan.as_sdpa():
+                logits = model(ids_local, positions_local)     # backward may come after the block
+
+        It serves this thread alone, patches nothing, and ends with the block; the innermost block counts. A
+        `torch.nn.MultiheadAttention` is served too (``need_weights=False``). What a call asks for is refused unless the
+        plan does it: `attn_mask`, `dropout_p` above 0, unequal heads without `enable_gqa`, flex attention, and an
+        `is_causal` that the plan's mask contradicts: True where a query looks ahead, False where causality hides pairs.
+        A checkpointed block runs again in backward and needs `checkpoint_contexts`; without them it is refused.
+
+        Raises:
+            UnsupportedByRing: such a call. Others as `attention`.
+        Warns:
+            RingspunWarning: no attention was computed: the model's has another name, and stays local.
+        """
+        return sdpa.as_sdpa(self, self._says_of_causality())
+
+    def checkpoint_contexts(self, others: sdpa.ContextFn | None = None) -> sdpa.Contexts:
+        """The `context_fn` of a checkpointed block under `as_sdpa`: it runs on the ring again when it is recomputed.
+
+            checkpoint(block, x, use_reentrant=False, context_fn=plan.checkpoint_contexts)
+
+        Args:
+            others: another `context_fn` to keep. See `ringspun.torch.checkpoint_contexts`, which also serves where no
+                plan is at hand yet.
+        Raises:
+            UnsupportedByRing: not inside this plan's `as_sdpa`.
+        """
+        return sdpa.checkpoint_contexts_of(self, others)
+
+    def _says_of_causality(self) -> tuple[bool, ...]:
+        """The values of `is_causal` that agree with the mask, kept (a cached property's lock cannot be traced)."""
+        if self._says is None:
+            if torch.compiler.is_compiling():
+                raise RingspunError(
+                    "plan.as_sdpa() must begin once uncompiled before a compiled function can hold it; got its first "
+                    "use. Later plans of the context need none."
+                )
+            self._context.sdpa_used = True
+            self._says = sdpa.what_calls_may_say(self._sides, self._mask)
+        return self._says
 
     def explain(
         self,
