@@ -69,10 +69,10 @@ def end_with_parent() -> None:
     Without effect in a process that multiprocessing did not start.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent is not None:  # pragma: no cover (in a child)
         threading.Thread(target=_outlive_nobody, args=(parent.sentinel,), daemon=True).start()
 
 
-def _outlive_nobody(sentinel: int) -> None:
+def _outlive_nobody(sentinel: int) -> None:  # pragma: no cover (runs in a child, and ends it)
     connection.wait([sentinel])
     os._exit(1)

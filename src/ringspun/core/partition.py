@@ -51,10 +51,10 @@ class Partition:
             raise LayoutError(f"ring_size must be from 1 to {LARGEST_RING}; got {self.ring_size}.")
         if not isinstance(self.documents, Documents | None):
             raise LayoutError(f"documents must be Documents or None; got {self.documents!r}. Write Documents(lengths).")
-        if self.documents is not None:
-            self.documents.check(self.start + self.seq_len)
         if isinstance(self.start, bool) or not isinstance(self.start, int | np.integer) or abs(self.start) > LONGEST:
             raise LayoutError(f"start must be an integer within +-2**48; got {self.start!r}.")
+        if self.documents is not None:
+            self.documents.check(self.start + self.seq_len)
         if self.start and self.documents is not None and self.layout.reads_documents:
             raise LayoutError(
                 f"{self.layout} must deal a sequence from its beginning; got one that starts at {self.start}. "
