@@ -20,7 +20,7 @@ from ringspun.core.host import cores
 from ringspun.core.layout import Layout
 from ringspun.errors import RingspunError
 from ringspun.testing.conformance import certify, versions
-from ringspun.testing.report import FAILED, PASSED, REFUSED, SHOWN_FINDINGS, Report, Trial
+from ringspun.testing.report import FAILED, PASSED, REFUSED, SHOWN_FINDINGS, Report, Trial, plain
 from ringspun.testing.suite import suite
 
 DRIVERS = ("loopback", "gloo")
@@ -170,7 +170,7 @@ def run_suite(stages: Stages, *, as_json: bool) -> bool:
             progress.advance(task)
     result.seconds = time.perf_counter() - begin
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=1))
+        typer.echo(json.dumps(plain(result.to_dict()), indent=1))
     else:
         _print(console, result)
     return result.ok

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringspun.core.partition import Partition
-from ringspun.errors import KernelRefused
+from ringspun.errors import KernelRefused, PlanError, UnsupportedByRing
 from ringspun.testing.comparison import MANY_RANKS
 from ringspun.testing.problem import Answer, Candidate, Owners, Problem
 from ringspun.testing.torch import run_ring
@@ -38,7 +38,10 @@ class OnRing(Candidate):
         self.name = f"{which}a ring of {context.ring_size}, {context.geometry.layout}"
 
     def answer(self, problem: Problem) -> Answer:
-        return Answer(**run_ring(problem.case, problem.given, self.context, kernel=self.kernel))
+        try:
+            return Answer(**run_ring(problem.case, problem.given, self.context, kernel=self.kernel))
+        except PlanError as refusal:  # a mask that this layout cannot deal with; found before anything is computed
+            raise UnsupportedByRing(str(refusal)) from refusal
 
     def alone(self) -> LocalKernel | None:
         """The same kernel on one rank."""

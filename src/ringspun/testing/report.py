@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,4 +125,13 @@ class Report:
         verdicts = [
             {"property": v.name, "status": v.status, "trials": [asdict(t) for t in v.trials]} for v in self.verdicts
         ]
-        return {**asdict(self), "ok": self.ok, "verdicts": verdicts}
+        return dict(plain({**asdict(self), "ok": self.ok, "verdicts": verdicts}))
+
+
+def plain(x: Any) -> Any:
+    """`x` with None for infinite numbers and NaN, which JSON has not."""
+    if isinstance(x, dict):
+        return {key: plain(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
