@@ -1,4 +1,4 @@
-"""`ringspun.testing.conformance.certify`: right attentions pass, wrong ones are found and described, none is passed over."""
+"""`certify`: right attentions pass, wrong ones are found and described, nothing is passed over."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from ringspun import Contiguous
 from ringspun.core.reference import attention_with_gradients
 from ringspun.errors import KernelRefused, UnsupportedByRing
-from ringspun.testing.conformance import certify
+from ringspun.testing import Answer, Problem, certify
 from ringspun.testing.diagnosis import diagnose
 from ringspun.testing.miniature import Miniature
 from ringspun.testing.mutants import IN_BFLOAT16, MUTANTS, Mutant, ScaledGradientOfOneHead
-from ringspun.testing.problem import GIVES, Answer, Problem
+from ringspun.testing.problem import GIVES
 from ringspun.testing.suite import PROPERTIES, suite
 from ringspun.testing.yardstick import DTYPES
 
@@ -130,11 +130,15 @@ def zeroed(x, at):
         ("dv", lambda x: 2 * x, "dv, everywhere: 2 times the right value (counted twice?)"),
         ("dq", lambda x: -x, "dq, rows 1 to 36 of 37: -1 times the right value (sign?)"),
         ("dk", lambda x: zeroed(x, np.s_[1, 2, 5:9]), "dk, kv head 2 of 3, batch row 1 of 2, rows 5 to 8 of 37: zero"),
-        ("out", lambda x: x[:, :, ::-1], "out, 36 rows from 0 to 36 of 37: rows hold the results of others: row 0 that of row 36"),
+        (
+            "out",
+            lambda x: x[:, :, ::-1],
+            "out, 36 rows from 0 to 36 of 37: rows hold the results of others: row 0 that of row 36",
+        ),
         ("out", lambda x: x * np.nan, "out, everywhere: NaN"),
         ("out", lambda x: x[..., :3], "out, : shape (2, 3, 37, 3) instead of (2, 3, 37, 8)"),
     ],
-)  # fmt: skip
+)
 def test_a_finding_says_where_and_how(tensor, change, said):
     assert wrong(tensor, change) == said
 

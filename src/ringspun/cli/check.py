@@ -61,37 +61,31 @@ def check(
 ) -> None:
     """Run a ring against dense float64 attention, forward and backward; exit 1 if any case misses its bar."""
     try:
-        _refuse(
-            {"mask": mask, "seq-len": seq_len, "failures-only": failures_only or None}, "without", suite is not None
-        )
-        _refuse({"property": properties}, "with", suite is None)
-        one = driver or "loopback"
-        sizes = integers("ranks", ranks, least=1, most=MOST_RANKS[one_of("driver", one, DRIVERS)])
-        if suite is not None:
+        one_case_each = {"mask": mask, "seq-len": seq_len, "failures-only": failures_only or None}
+        _refuse(one_case_each if suite else {"property": properties}, "without" if suite else "with")
+        drivers = DRIVERS if driver is None and suite else (one_of("driver", driver or "loopback", DRIVERS),)
+        sizes = integers("ranks", ranks, least=1, most=min(MOST_RANKS[d] for d in drivers))
+        if suite:
             one_of("suite", suite, SUITES)
-            stages = Stages(
-                tuple(DRIVERS) if driver is None else (driver,),
-                tuple(sizes),
-                tuple(_layouts(layout)),
-                tuple(_dtypes(dtype or "all")),
-                tuple(PROPERTIES if properties is None else split_list(properties)),
-            )
-        wanted = list(_cases(sizes, seq_len or "7,77,128", mask or "all", layout, dtype or "float64"))
+            wanted_properties = tuple(PROPERTIES) if properties is None else tuple(split_list(properties))
+            dtypes = tuple(_dtypes(dtype or "all"))
+            stages = Stages(drivers, tuple(sizes), tuple(_layouts(layout)), dtypes, wanted_properties)
+        else:
+            wanted = list(_cases(sizes, seq_len or "7,77,128", mask or "all", layout, dtype or "float64"))
     except (ValueError, TypeError) as problem:
         typer.echo(f"ringspun check: {problem}", err=True)
         raise typer.Exit(2) from None
-    ok = run_suite(stages, as_json=as_json) if suite is not None else _run_cases(one, wanted, as_json, failures_only)
+    ok = run_suite(stages, as_json=as_json) if suite else _run_cases(drivers[0], wanted, as_json, failures_only)
     if not ok:
         raise typer.Exit(1)
 
 
-def _refuse(options: dict[str, object], word: str, wrong: bool) -> None:
-    """Refuse options that would have no effect."""
-    given = [name for name, value in options.items() if value is not None]
-    if given and wrong:
-        raise ValueError(
-            f"{given[0]} must be used {word} --suite; got it {'with' if word == 'without' else 'without'}."
-        )
+def _refuse(options: dict[str, object], word: str) -> None:
+    """Refuse options that would have no effect `word` --suite."""
+    for name, value in options.items():
+        if value is not None:
+            other = "with" if word == "without" else "without"
+            raise ValueError(f"{name} must be used {word} --suite; got it {other} it.")
 
 
 def _run_cases(driver: str, wanted: list[tc.Case], as_json: bool, failures_only: bool) -> bool:
