@@ -42,6 +42,11 @@ def test_json_is_the_same_as_data():
     assert report["certified"].startswith("certified: 2 properties")
 
 
+def test_what_no_case_passed_is_not_certified():
+    options = ["--driver", "loopback", "--dtype", "bfloat16", "--property", "causal,lse gradient"]
+    assert "certified: 1 property (not lse gradient); bfloat16; " in run(*options)
+
+
 @pytest.mark.processes
 def test_it_runs_over_processes_too():
     report = json.loads(run("--json"))

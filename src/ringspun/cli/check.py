@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -80,7 +80,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _refuse(options: dict[str, object], word: str) -> None:
+def _refuse(options: Mapping[str, object], word: str) -> None:
     """Refuse options that would have no effect `word` --suite."""
     for name, value in options.items():
         if value is not None:

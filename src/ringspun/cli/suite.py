@@ -128,10 +128,12 @@ class Result:
         if not self.ok:
             return f"NOT certified: {len(self.failures)} failures in {total:,} cases."
         s = self.stages
-        made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        made = ", ".join(v if name == "machine" else f"{name} {v}" for name, v in self.versions.items())
         rings = f"rings of {', '.join(map(str, s.ranks))} over {' and '.join(s.drivers)}"
-        many = _some(len(s.properties), "property"), _some(len(s.layouts), "layout")
-        what = f"{many[0]}; {', '.join(s.dtypes)}; {rings}; {many[1]}"
+        left = [name for name, by_driver in self.tallies.items() if not any(t.passed for t in by_driver.values())]
+        many = _some(len(s.properties) - len(left), "property"), _some(len(s.layouts), "layout")
+        but = f" (not {', '.join(left)})" if left else ""
+        what = f"{many[0]}{but}; {', '.join(s.dtypes)}; {rings}; {many[1]}"
         refused = f", {self.count('refused'):,} refused" if self.count("refused") else ""
         return f"certified: {what}; {total:,} cases passed{refused}; {made}."
 
@@ -151,7 +153,8 @@ class Result:
 def run_suite(stages: Stages, *, as_json: bool) -> bool:
     """Run all stages and print what they came to; whether nothing failed."""
     console = Console()
-    made = {**versions(), "torch": _torch_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    mine, machine = versions(), f"{platform.system()} {platform.machine()}"
+    made = {"ringspun": mine.pop("ringspun"), "torch": _torch_version(), **mine, "machine": machine}
     result = Result(stages, {p: {d: Tally() for d in stages.drivers} for p in stages.properties}, versions=made)
     begin = time.perf_counter()
     if not as_json:
@@ -214,10 +217,11 @@ def _on_rank(rank: int, stage: Stage, properties: tuple[str, ...]) -> Report:
 
 def _opening(stages: Stages) -> str:
     cases = len(suite(stages.dtypes[0], stages.properties))
-    dealt = f"rings of {', '.join(map(str, stages.ranks))}, {_some(len(stages.layouts), 'layout')}"
+    what = f"{_some(len(stages.properties), 'property')} in {_some(cases, 'case')}"
+    dealt = f"rings of {', '.join(map(str, stages.ranks))}; {_some(len(stages.layouts), 'layout')}"
     return (
-        f"{_some(len(stages.properties), 'property')} in {_some(cases, 'case')}, forward and backward, against dense "
-        f"float64 attention:\n{', '.join(stages.dtypes)}; {dealt}; {', then '.join(stages.drivers)}; {cores()} cores.\n"
+        f"{what}, forward and backward, against float64:\n"
+        f"{', '.join(stages.dtypes)}; {dealt}; {', then '.join(stages.drivers)}; {_some(cores(), 'core')}\n"
     )
 
 
