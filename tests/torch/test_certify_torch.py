@@ -15,7 +15,7 @@ from ringspun.testing.candidates import LocalKernel, OnRing, Sdpa
 from ringspun.testing.comparison import errors
 from ringspun.testing.conformance import certify
 from ringspun.testing.problem import oracle, problem_of, yardstick
-from ringspun.testing.suite import PROPERTIES, suite
+from ringspun.testing.suite import suite
 from ringspun.testing.torch import run_dense
 from ringspun.testing.yardstick import DTYPES, round_to
 from ringspun.torch import ContextParallel, Loopback
@@ -144,8 +144,3 @@ def test_the_yardstick_is_about_as_exact_as_torchs_dense_attention(dtype):
         torchs = errors(run_dense(case, problem_of(case).given), ref).square
         for tensor in ("out", "dq", "dk", "dv"):
             assert 0.2 <= (ours[tensor] / torchs[tensor]) ** 0.5 <= 2.5, (named.name, tensor)
-
-
-def test_the_suite_is_one_list():
-    """What tests, `check` and the support table run is the same."""
-    assert {c.property for c in suite()} == set(PROPERTIES)

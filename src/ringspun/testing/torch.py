@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions, uses_lse
 from ringspun.testing.comparison import TENSORS
-from ringspun.testing.yardstick import rounded as rounded  # where tests look for it
+from ringspun.testing.yardstick import rounded as rounded  # cases are rounded where they are run
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.bias import Alibi, Bias, RelativeTable
 from ringspun.torch.kernels import Kernel
