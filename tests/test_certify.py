@@ -127,6 +127,7 @@ def zeroed(x, at):
     [
         ("lse", lambda x: x / np.log(2), "lse, everywhere: 1.4427 times the right value (base 2 instead of e?)"),
         ("lse", lambda x: x + 0.5, "lse, everywhere: off by +0.5 throughout"),
+        ("lse", lambda x: x * (1 + 1e-8), "lse, everywhere: 1+1.0e-08 times the right value"),
         ("dv", lambda x: 2 * x, "dv, everywhere: 2 times the right value (counted twice?)"),
         ("dq", lambda x: -x, "dq, rows 1 to 36 of 37: -1 times the right value (sign?)"),
         ("dk", lambda x: zeroed(x, np.s_[1, 2, 5:9]), "dk, kv head 2 of 3, batch row 1 of 2, rows 5 to 8 of 37: zero"),

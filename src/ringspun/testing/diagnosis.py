@@ -121,7 +121,8 @@ def _looks(x: np.ndarray, y: np.ndarray, tensor: str) -> str:
     if len(x) >= FEW:
         factor = float((x * y).sum() / (y * y).sum())
         if np.abs(x - factor * y).max() <= 0.02 * worst:
-            return f"{factor:.6g} times the right value{_known(factor)}"
+            shown = f"1{factor - 1:+.1e}" if abs(factor - 1) < 1e-4 else f"{factor:.6g}"
+            return f"{shown} times the right value{_known(factor)}"
         if np.abs(difference - difference.mean()).max() <= 0.02 * worst:
             return f"off by {difference.mean():+.6g} throughout"
     if tensor == "lse" and (difference < 0).all():
