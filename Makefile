@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check bench clean
+.PHONY: env demo test lint check support-table bench clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -22,7 +22,12 @@ demo: env
 
 # Slow; not part of `test`. Certifies this machine, and measures it (alone, please).
 check: env
+	$(BIN)/ringspun check --suite full
 	$(BIN)/ringspun check --ranks 1,2,3,4,5,6,7,8 --seq-len 1,2,7,77,128,1000 --dtype float64,float32,bfloat16
+
+# Writes the table of what each kernel does into the README, from what the conformance suite finds.
+support-table: env
+	$(BIN)/python -m ringspun.testing.support README.md
 
 bench: env
 	$(BIN)/ringspun bench ring --ranks 2,4 --seq-len 16384

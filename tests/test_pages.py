@@ -12,10 +12,16 @@ import ringspun.core
 
 TOUR = Path(ringspun.core.__file__).with_name("README.md")
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [(TOUR, 30), (DOCS / "attention.md", 20), (DOCS / "huggingface.md", 24)]  # and how many examples at least
+PAGES = [
+    (TOUR, 30),
+    (DOCS / "attention.md", 20),
+    (DOCS / "huggingface.md", 24),
+    (DOCS / "testing.md", 20),
+]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the page on testing shows an overflow
 @pytest.mark.parametrize(
     ("page", "examples"),
     PAGES,

@@ -173,6 +173,6 @@ def test_every_shown_command_exists():
 
 def test_links_lead_somewhere():
     """A file that was moved."""
-    for page in (*PAGES, "CHANGELOG.md", "docs/devlog.md", "docs/train-config.md"):
+    for page in (*PAGES, "CHANGELOG.md", "docs/devlog.md", "docs/train-config.md", "docs/testing.md"):
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", read(page)):
             assert (ROOT / page).parent.joinpath(link).exists(), (page, link)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ringspun
-from ringspun import errors
+from ringspun import errors, testing
 from ringspun.core.host import cores
 
 CORE = Path(ringspun.__file__).parent / "core"
@@ -43,6 +43,13 @@ def test_the_whole_core_loads_no_framework():
     )
     assert "ringspun.core.route.ring" in modules and "ringspun.core" in modules
     assert loaded_by(f"import {', '.join(modules)}") == []
+
+
+def test_certifying_loads_no_framework():
+    """Somebody with another framework than torch."""
+    names = "certify(lambda p: p, gives=['out'], properties=['causal']), ringspun.testing.mutants.MUTANTS"
+    assert loaded_by(f"import ringspun.testing.mutants; from ringspun.testing import certify; {names}") == []
+    assert list(testing.__all__) == ["Answer", "Candidate", "Problem", "Report", "certify"]
 
 
 def test_public_names_are_pinned():

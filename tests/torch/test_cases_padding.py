@@ -16,28 +16,9 @@ from torch import Tensor
 from ringspun import Band, Blocks, Causal, Documents, Full, Window, Zigzag
 from ringspun.core.mask import Mask
 from ringspun.errors import DtypeError, MaskError
-from ringspun.testing.cases import Arguments, Case, Inputs, Shape, inputs
+from ringspun.testing.cases import Arguments, Case, Inputs, Shape, inputs, spoiled
 from ringspun.testing.torch import run_ring
 from ringspun.torch import blockwise_attention, ring_attention
-
-
-def spoiled(case: Case, plain: Inputs, value: float) -> Inputs:
-    """`value` in q, dout and dlse of queries that see nothing, and in k and v that nobody sees."""
-    allowed = np.broadcast_to(case.allowed, (case.shape.batch, 1, case.seq_len, case.keys))
-    blind, unseen = ~allowed.any(3), ~allowed.any(2)  # [B, 1, S]
-
-    def spoil(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        return np.where(rows.reshape(*rows.shape, *[1] * (x.ndim - 3)), value, x)
-
-    with_lse = plain.dlse if case.arguments.sinks else spoil(plain.dlse, blind)  # with sinks a blind row's lse counts
-    return replace(
-        plain,
-        q=spoil(plain.q, blind),
-        dout=spoil(plain.dout, blind),
-        dlse=with_lse,
-        k=spoil(plain.k, unseen),
-        v=spoil(plain.v, unseen),
-    )
 
 
 def check_spoiled(case: Case, kernel: str, value: float = math.nan) -> None:

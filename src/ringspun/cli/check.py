@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -14,19 +14,19 @@ from typing import Annotated, Any
 import typer
 
 from ringspun.cli.options import integers, one_of, split_list
+from ringspun.cli.suite import DRIVERS, Stages, run_suite
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Mask
 from ringspun.core.text import parse_layout, parse_mask
 from ringspun.errors import RingspunError
 from ringspun.testing import cases as tc
-from ringspun.testing.comparison import TENSORS, Errors, errors, judge, rms
+from ringspun.testing.comparison import MANY_RANKS, TENSORS, Errors, errors, judge, rms
+from ringspun.testing.suite import PROPERTIES
+from ringspun.testing.yardstick import DTYPES, rounded
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-DTYPES = ("float64", "float32", "bfloat16")
-DRIVERS = ("loopback", "gloo")
+SUITES = ("full",)
 BF16_SEEDS = 4
-MANY_RANKS = 8
-"""From so many ranks on bfloat16 is also held against its own error on one rank: errors must not grow with the ring."""
 MOST_RANKS = {"loopback": 4096, "gloo": 64}
 LONGEST_DENSE = 16_384
 """Longest sequence of the float64 oracle, which holds a score for every pair of tokens."""
@@ -35,21 +35,61 @@ LONGEST_DENSE = 16_384
 @app.command()
 def check(
     ranks: Annotated[str, typer.Option(help="Ring sizes, comma list.")] = "1,2,4",
-    seq_len: Annotated[str, typer.Option(help="Global lengths (tokens), comma list.")] = "7,77,128",
-    mask: Annotated[str, typer.Option(help="Masks, comma list, or 'all'.")] = "all",
+    seq_len: Annotated[str | None, typer.Option(help="Global lengths (tokens), comma list; default 7,77,128.")] = None,
+    mask: Annotated[str | None, typer.Option(help="Masks, comma list; default all.")] = None,
     layout: Annotated[str, typer.Option(help="Layouts, comma list, or 'all'.")] = "all",
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16; comma list.")] = "float64",
-    driver: Annotated[str, typer.Option(help="'loopback' (one thread) or 'gloo' (processes).")] = "loopback",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, every case.")] = False,
-    failures_only: Annotated[bool, typer.Option(help="With --json: list only cases that fail.")] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float64, float32, bfloat16; comma list. Default float64, of a suite all three."),
+    ] = None,
+    driver: Annotated[
+        str | None,
+        typer.Option(
+            help="'loopback' (one thread), the default, or 'gloo' (processes); of a suite the default is both."
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="'full': the conformance suite, every property, instead of masks and lengths.")
+    ] = None,
+    properties: Annotated[
+        str | None, typer.Option("--property", help="With --suite: only these properties, comma list.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object.")] = False,
+    failures_only: Annotated[
+        bool, typer.Option(help="With --json, without --suite: list only cases that fail.")
+    ] = False,
 ) -> None:
     """Run a ring against dense float64 attention, forward and backward; exit 1 if any case misses its bar."""
     try:
-        sizes = integers("ranks", ranks, least=1, most=MOST_RANKS[one_of("driver", driver, DRIVERS)])
-        wanted = list(_cases(sizes, seq_len, mask, layout, dtype))
+        one_case_each = {"mask": mask, "seq-len": seq_len, "failures-only": failures_only or None}
+        _refuse(one_case_each if suite else {"property": properties}, "without" if suite else "with")
+        drivers = DRIVERS if driver is None and suite else (one_of("driver", driver or "loopback", DRIVERS),)
+        sizes = integers("ranks", ranks, least=1, most=min(MOST_RANKS[d] for d in drivers))
+        if suite:
+            one_of("suite", suite, SUITES)
+            wanted_properties = tuple(PROPERTIES) if properties is None else tuple(split_list(properties))
+            dtypes = tuple(_dtypes(dtype or "all"))
+            stages = Stages(drivers, tuple(sizes), tuple(_layouts(layout)), dtypes, wanted_properties)
+        else:
+            wanted = list(_cases(sizes, seq_len or "7,77,128", mask or "all", layout, dtype or "float64"))
     except (ValueError, TypeError) as problem:
         typer.echo(f"ringspun check: {problem}", err=True)
         raise typer.Exit(2) from None
+    ok = run_suite(stages, as_json=as_json) if suite else _run_cases(drivers[0], wanted, as_json, failures_only)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _refuse(options: Mapping[str, object], word: str) -> None:
+    """Refuse options that would have no effect `word` --suite."""
+    for name, value in options.items():
+        if value is not None:
+            other = "with" if word == "without" else "without"
+            raise ValueError(f"{name} must be used {word} --suite; got it {other} it.")
+
+
+def _run_cases(driver: str, wanted: list[tc.Case], as_json: bool, failures_only: bool) -> bool:
+    """Whether all cases are within their bars; prints them."""
     results = []
     with ExitStack() as stack:
         runner = _Runner(driver, stack)
@@ -68,8 +108,7 @@ def check(
         typer.echo(json.dumps(report, indent=1))
     else:
         typer.echo(f"{report['passed']} of {report['count']} cases within their bars")
-    if not report["ok"]:
-        raise typer.Exit(1)
+    return bool(report["ok"])
 
 
 def _name(case: tc.Case) -> str:
@@ -77,16 +116,21 @@ def _name(case: tc.Case) -> str:
 
 
 def _cases(sizes: list[int], seq_len: str, mask: str, layout: str, dtype: str) -> Iterator[tc.Case]:
-    layouts: list[Layout] = list(tc.LAYOUTS) if layout == "all" else [parse_layout(t) for t in split_list(layout)]
-    dtypes = split_list(dtype)
-    for name in dtypes:
-        one_of("dtype", name, DTYPES)
+    layouts, dtypes = _layouts(layout), _dtypes(dtype)
     for s in integers("seq-len", seq_len, least=1, most=LONGEST_DENSE):
         masks: list[Mask] = list(tc.all_masks(s)) if mask == "all" else [parse_mask(t) for t in split_list(mask)]
         for m in masks:
             m.regions(s, s)  # a mask that does not fit its length is refused before anything runs
         for m, name, lay, r in itertools.product(masks, dtypes, layouts, sizes):
             yield tc.Case(r, s, m, lay, name)
+
+
+def _layouts(text: str) -> list[Layout]:
+    return list(tc.LAYOUTS) if text == "all" else [parse_layout(t) for t in split_list(text)]
+
+
+def _dtypes(text: str) -> list[str]:
+    return list(DTYPES) if text == "all" else [one_of("dtype", name, DTYPES) for name in split_list(text)]
 
 
 class _Runner:
@@ -131,9 +175,7 @@ class _Runner:
 @lru_cache(maxsize=8)
 def _oracle(case: tc.Case) -> Any:
     """Rounded inputs and the oracle's answer; the same for every layout and ring size."""
-    from ringspun.testing import torch as tt
-
-    given = tt.rounded(case, tc.inputs(case))
+    given = rounded(case, tc.inputs(case))
     return given, tc.reference(case, given)
 
 

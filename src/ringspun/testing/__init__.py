@@ -1,10 +1,27 @@
 """What others can test with; it ships with the package and is public.
 
+    conformance.py `certify`: anybody's attention against the suite, property by property
+    suite.py       the suite: named cases by property
+    problem.py     `Problem`, `Answer`, `Candidate`: what is asked and answered, numbers in and out
+    report.py      `Report`: what passed, failed, was refused or not given
+    diagnosis.py   where an error sits and how it looks
+    candidates.py  torch's attentions as candidates: a ring, a kernel, what is called as torch's own
+    miniature.py   a right ring in NumPy; mutants.py: the usual mistakes, planted in it
+    support.py     the table of which kernel does what
     cases.py       the shared cases: masks, layouts, shapes, random inputs, and the float64 oracle's answer
     comparison.py  errors against the oracle, and how large they may be in each dtype
+    yardstick.py   rounding, and dense attention in each dtype, which says how large
     pool.py        `RankPool`: processes that form a ring, started once and called many times
     timing.py      paired timings of two things, taken in turns
     torch.py       a case on a ring, and dense attention in the same dtype
 
-Nothing is imported here; `cases` and `comparison` need no framework.
+What certifies is exported here and needs NumPy alone, as all but `candidates`, `pool`, `timing` and `torch` do.
 """
+
+from __future__ import annotations
+
+from ringspun.testing.conformance import certify
+from ringspun.testing.problem import Answer, Candidate, Problem
+from ringspun.testing.report import Report
+
+__all__ = ["Answer", "Candidate", "Problem", "Report", "certify"]

@@ -51,6 +51,9 @@ class Case:
     Args:
         ranks: R. seq_len: S (tokens). mask: one, or one per batch row. dtype: "float64", "float32" or "bfloat16".
         seed: of the inputs. key_len, key_layout, query_start: as in `ContextParallel.plan`.
+        offset: what is added to all scores of even queries and taken from those of odd ones.
+        lse_gradient: whether lse has an incoming gradient.
+        spoiled: whether NaN stands in what must not be read (see the function of that name).
     """
 
     ranks: int
@@ -64,6 +67,9 @@ class Case:
     key_len: int | None = None
     key_layout: Layout | None = None
     query_start: int = 0
+    offset: float = 0.0
+    lse_gradient: bool = True
+    spoiled: bool = False
 
     @property
     def keys(self) -> int:
@@ -137,6 +143,11 @@ def _some_documents(seq_len: int) -> Documents:
     return Documents(lengths, starts)
 
 
+def uses_lse(case: Case) -> bool:
+    """Whether lse has an incoming gradient. Not in bfloat16: a kernel may round it there, so there is no bar."""
+    return case.lse_gradient and case.dtype != "bfloat16"
+
+
 def inputs(case: Case) -> Inputs:
     """Random inputs of a case, the same for every ring size and layout."""
     rng = np.random.default_rng([case.seed, case.seq_len])
@@ -150,10 +161,14 @@ def inputs(case: Case) -> Inputs:
             (s.batch, s.heads, t, s.value_size),
         )
     )
+    if case.offset:
+        sign = np.where(np.arange(t) % 2 == 0, 1, -1)
+        # in the last coordinate, so that products add up before the large one, whose size they are rounded at
+        q[..., -1], k[..., -1] = sign * case.offset * s.head_size**0.5, 1.0
     dlse = rng.standard_normal((s.batch, s.heads, t))
     if not case.arguments.sinks:
         dlse = dlse * case.allowed.any(axis=-1)
-    if case.dtype == "bfloat16":  # whose runs leave lse unused, see `ringspun.testing.torch.run_ring`
+    if not uses_lse(case):
         dlse = 0 * dlse
     sinks = rng.standard_normal(s.heads) if case.arguments.sinks else None
     sizes = {"alibi": (s.heads,), "table": (BUCKETS.count, s.heads)}
@@ -161,27 +176,49 @@ def inputs(case: Case) -> Inputs:
     return Inputs(q, k, v, dout, dlse, sinks, bias)
 
 
+def spoiled(case: Case, given: Inputs, value: float = np.nan) -> Inputs:
+    """`value` in q, dout and dlse of queries that see nothing, and in k and v that nobody sees."""
+    allowed = np.broadcast_to(case.allowed, (case.shape.batch, 1, case.seq_len, case.keys))
+    blind, unseen = (np.asarray(~allowed.any(axis)) for axis in (3, 2))  # [B, 1, S]
+
+    def spoil(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.where(rows.reshape(*rows.shape, *[1] * (x.ndim - 3)), value, x)
+
+    dlse = given.dlse if case.arguments.sinks else spoil(given.dlse, blind)  # with sinks a blind row's lse counts
+    by_query = {"q": spoil(given.q, blind), "dout": spoil(given.dout, blind), "dlse": dlse}
+    return replace(given, **by_query, k=spoil(given.k, unseen), v=spoil(given.v, unseen))
+
+
+def dense_bias(case: Case, values: np.ndarray | None) -> np.ndarray | None:
+    """What a case's bias adds to the scores, ``[H or 1, Sq, Sk]``; `values` is the bias's tensor, where it has one."""
+    q, k = _positions(case)
+    kind = case.arguments.bias
+    if not kind:
+        return None
+    if values is None:
+        return np.asarray(bias_of_positions(q, k)[None])
+    return np.asarray(-values[:, None, None] * abs(q - k) if kind == "alibi" else values.T[:, BUCKETS(q - k)])
+
+
+def bias_gradient(case: Case, dense: np.ndarray) -> np.ndarray | None:
+    """The gradient of a bias's tensor from that of `dense_bias`; None where it has no tensor."""
+    q, k = _positions(case)
+    if case.arguments.bias == "alibi":
+        return np.asarray(-(dense * abs(q - k)).sum((1, 2)))
+    if case.arguments.bias == "table":
+        rows = BUCKETS(q - k).ravel()
+        return np.stack([np.bincount(rows, d.ravel(), BUCKETS.count) for d in dense], axis=1)
+    return None
+
+
+def _positions(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(case.seq_len)[:, None] + case.query_start, np.arange(case.keys)[None, :]
+
+
 def reference(case: Case, given: Inputs) -> Reference:
     """The float64 oracle's answer to a case; `dbias` is the gradient of the bias's tensor."""
-    asked = case.arguments
-    q, k = np.arange(case.seq_len)[:, None] + case.query_start, np.arange(case.keys)[None, :]
-    rows = BUCKETS(q - k)
-    bias = None
-    if asked.bias == "alibi":
-        assert given.bias is not None
-        bias = -given.bias[:, None, None] * abs(q - k)
-    elif asked.bias == "table":
-        assert given.bias is not None
-        bias = given.bias.T[:, rows]
-    elif asked.bias:
-        bias = bias_of_positions(q, k)[None]
     ref = attention_with_gradients(
-        given.q, given.k, given.v, given.dout, given.dlse, allowed=case.allowed, scale=asked.scale,
-        softcap=asked.softcap, sinks=given.sinks, bias=bias,
+        given.q, given.k, given.v, given.dout, given.dlse, allowed=case.allowed, scale=case.arguments.scale,
+        softcap=case.arguments.softcap, sinks=given.sinks, bias=dense_bias(case, given.bias),
     )  # fmt: skip
-    dbias = None
-    if ref.dbias is not None and asked.bias == "alibi":
-        dbias = -(ref.dbias * abs(q - k)).sum((1, 2))
-    elif ref.dbias is not None and asked.bias == "table":
-        dbias = np.stack([np.bincount(rows.ravel(), d.ravel(), BUCKETS.count) for d in ref.dbias], axis=1)
-    return replace(ref, dbias=dbias)
+    return replace(ref, dbias=None if ref.dbias is None else bias_gradient(case, ref.dbias))

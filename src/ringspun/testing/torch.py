@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions
+from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions, uses_lse
 from ringspun.testing.comparison import TENSORS
+from ringspun.testing.yardstick import rounded as rounded  # cases are rounded where they are run
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.bias import Alibi, Bias, RelativeTable
+from ringspun.torch.kernels import Kernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def rounded(case: Case, given: Inputs) -> Inputs:
-    """`given` as the case's dtype holds it, so that the rounding of inputs is no error of attention."""
-    dtype = getattr(torch, case.dtype)
-    changed = {
-        name: torch.from_numpy(x).to(dtype).double().numpy()
-        for name in ("q", "k", "v", "dout", "sinks", "bias")
-        if (x := getattr(given, name)) is not None
-    }
-    return replace(given, **changed)
-
-
 def run_ring(
-    case: Case, given: Inputs, context: ContextParallel | None = None, *, kernel: str | None = None
+    case: Case, given: Inputs, context: ContextParallel | None = None, *, kernel: str | Kernel | None = None
 ) -> dict[str, np.ndarray]:
     """A case on a ring, forward and backward, gathered in global order: float64 copies of out, lse, dq, dk, dv, and
     where the case has such inputs of dsinks, dbias.
@@ -59,12 +49,12 @@ def run_ring(
     )  # fmt: skip
     dout = queries.shard(torch.from_numpy(given.dout).to(dtype), dim=2)
     dlse = queries.shard(torch.from_numpy(given.dlse).to(lse.dtype), dim=2)
-    # bfloat16 tests the usual call, in which nobody uses lse: the extra column that carries dlse would be rounded
-    ends, grads = ((out,), (dout,)) if case.dtype == "bfloat16" else ((out, lse), (dout, dlse))
+    # where nobody uses lse, which is the usual call: the extra column that carries dlse would be rounded in bfloat16
+    ends, grads = ((out, lse), (dout, dlse)) if uses_lse(case) else ((out,), (dout,))
     dq, dk, dv, *shares = torch.autograd.grad(ends, (q, k, v, *shared.values()), grads)
     by_query = {name: _numpy(queries.gather(x.detach(), dim=2)) for name, x in (("out", out), ("lse", lse), ("dq", dq))}
     by_key = {name: _numpy(keys.gather(x, dim=2)) for name, x in (("dk", dk), ("dv", dv))}
-    sums = {f"d{name}": _numpy(context.driver.all_reduce(x)) for name, x in zip(shared, shares, strict=True)}
+    sums = {f"d{name}": _numpy(context.driver.all_reduce(x.double())) for name, x in zip(shared, shares, strict=True)}
     return by_query | by_key | sums
 
 
