@@ -195,7 +195,7 @@ def test_S13_each_row_of_a_batch_has_its_own_length(side, layout, kernel):
         cut = {name: getattr(x, name)[row : row + 1, :, a : a + n] for name in ("q", "k", "v", "dout", "dlse")}
         alone = run_ring(replace(case, seq_len=n, mask=Causal(), ranks=1), Inputs(**cut), kernel=kernel)
         for name, y in alone.items():
-            np.testing.assert_allclose(found[name][row : row + 1, :, a : a + n], y, rtol=0, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(found[name][row : row + 1, :, a : a + n], y, rtol=1e-6, atol=1e-6, err_msg=name)
         pads = np.delete(np.arange(seq_len), np.arange(a, a + n))
         assert np.isneginf(found["lse"][row][:, pads]).all()
         assert all(not found[name][row][:, pads].any() for name in ("out", "dq", "dk", "dv"))

@@ -22,6 +22,7 @@ from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers.base import RankProgram, Transfer
 from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.softmax import RunningSoftmax
+from ringspun.torch.sums import RowSum
 
 Flow = Generator[Any, Any, None]
 
@@ -76,8 +77,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     one). Blocks go round again; their gradients follow them home."""
     one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
     mail = _Mail(job, one, (k, v))
-    dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    own = tuple(torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
+    dq, own = RowSum(q, dtype), (RowSum(k, dtype), RowSum(v, dtype))
     dbias = q.new_zeros(0, dtype=dtype) if job.bias is None else torch.zeros_like(job.bias.values)
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
@@ -87,20 +87,24 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
                 yield from mail.wait(Moment.AFTER)
-                dk, dv = mail.gradients(row, own)
+                away = mail.gradients(row)
                 arrived = True
-            dq[g.q_rows.batch, :, g.q_rows.tokens] += g.dq
-            dk[g.k_rows.batch, :, g.k_rows.tokens] += g.dk
-            dv[g.k_rows.batch, :, g.k_rows.tokens] += g.dv
+            dq.add(g.q_rows, g.dq)
+            if away is None:
+                own[0].add(g.k_rows, g.dk)
+                own[1].add(g.k_rows, g.dv)
+            else:
+                away[0][g.k_rows.batch, :, g.k_rows.tokens] += g.dk
+                away[1][g.k_rows.batch, :, g.k_rows.tokens] += g.dv
             if g.dbias is not None:
                 dbias += g.dbias
         if not arrived:
             yield from mail.wait(Moment.AFTER)
-            mail.gradients(row, own)
+            mail.gradients(row)
         mail.bring_home(row, own)
         yield from mail.post(step, Moment.AFTER)
     yield from mail.close()
-    return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), dbias
+    return dq.sum.to(q.dtype), own[0].sum.to(k.dtype), own[1].sum.to(v.dtype), dbias
 
 
 class _Mail:
@@ -165,22 +169,23 @@ class _Mail:
             return self._own
         return self._views(Payload.KV, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
 
-    def gradients(self, row: Any, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Where the gradients of a step's block gather; zeroed where the schedule says that they start here."""
+    def gradients(self, row: Any) -> tuple[Tensor, Tensor] | None:
+        """Where the gradients of a step's block gather, zeroed where the schedule says that they start here; None for
+        the rank's own."""
         if row[StepColumn.GRAD_SLOT] == OWN:
-            return own[0], own[1]
+            return None
         dk, dv = self._views(Payload.DKV, int(row[StepColumn.GRAD_SLOT]), int(row[StepColumn.SOURCE]))
         if row[StepColumn.GRAD_FRESH]:
             dk.zero_()
             dv.zero_()
         return dk, dv
 
-    def bring_home(self, row: Any, own: tuple[Tensor, ...]) -> None:
+    def bring_home(self, row: Any, own: tuple[RowSum, RowSum]) -> None:
         """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
         if row[StepColumn.HOME_SLOT] == NONE:
             return
         for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), self._me), strict=True):
-            mine[:, :, self._travelling] += theirs
+            mine.sum[:, :, self._travelling] += theirs
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
         return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]

@@ -74,16 +74,24 @@ class RunningSoftmax:
     @property
     def out(self) -> Tensor:
         """Normalised output over all keys added so far."""
-        if self._out is None:
-            self._out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return self._out
+        return self._filled()[0]
 
     @property
     def lse(self) -> Tensor:
         """Natural-log normaliser over all keys added so far; -inf where there were none."""
-        if self._lse is None:
-            self._lse = torch.full(self.shape[:-1], -torch.inf, dtype=self.dtype, device=self.device)
-        return self._lse
+        return self._filled()[1]
+
+    def _filled(self, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Both, with the identity in rows up to `last` (default: all) that nothing was written to."""
+        last = self.shape[-2] if last is None else last
+        if self._out is None or self._lse is None:
+            self._out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._lse = torch.empty(self.shape[:-1], dtype=self.dtype, device=self.device)
+        if last > self._fresh:
+            self._out[..., self._fresh : last, :] = 0
+            self._lse[..., self._fresh : last] = -torch.inf
+            self._fresh = last
+        return self._out, self._lse
 
     def add(self, rows: Any, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result into ``self.out[rows]``; rows that saw no key are (0, -inf).
@@ -96,12 +104,14 @@ class RunningSoftmax:
         if self._out is None and out.shape == self.shape:
             self._out, self._lse, self._fresh = out.to(self.dtype), lse.to(self.dtype), last
             return
-        mine, mine_lse = self.out[rows], self.lse[rows]
-        fresh, self._fresh = self._fresh, max(self._fresh, last)
-        if first >= fresh:
-            mine.copy_(out)
-            mine_lse.copy_(lse)
+        if first >= self._fresh and (rows is ... or rows[0] == slice(0, None)):
+            whole, whole_lse = self._filled(first)
+            whole[rows].copy_(out)
+            whole_lse[rows].copy_(lse)
+            self._fresh = last
             return
+        whole, whole_lse = self._filled(last)
+        mine, mine_lse = whole[rows], whole_lse[rows]
         lse = lse.to(self.dtype)
         # Weights from the difference, not from the total: each is exact relative to itself, and they add up to 1.
         ahead = (lse - mine_lse.masked_fill(lse == -torch.inf, 0.0))[..., None]
@@ -110,7 +120,7 @@ class RunningSoftmax:
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge one key of score ``sinks[h]`` and value 0 into every row of head h; -inf is none. Once, at the end."""
-        out, lse, self._fresh = self.out, self.lse, self.shape[-2]
+        out, lse = self._filled()
         total = torch.logaddexp(lse, sinks.to(self.dtype)[:, None])
         out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None])
         lse.copy_(total)

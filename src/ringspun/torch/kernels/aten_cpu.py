@@ -56,16 +56,20 @@ class AtenCpu(Kernel):
     def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
         for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
             q, k, v = _operands(block, q_rows, k_rows, piece.masked)
-            if piece.masked:
-                cuts = bands.row_blocks(piece, self.sizes.block, q.dtype)
-                parts = [
-                    _forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=block.scale)
-                    for a, b, c, d, mask in cuts
-                ]
-                out, lse = (torch.cat(x, 2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
-            else:
+            if not piece.masked:
                 out, lse = _forward(q, k, v, scale=block.scale)
-            yield Partial(q_rows, out[..., : block.v.shape[-1]], lse)
+                yield Partial(q_rows, out[..., : block.v.shape[-1]], lse)
+                continue
+            parts = (
+                (a, b, *_forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=block.scale))
+                for a, b, c, d, mask in bands.row_blocks(piece, self.sizes.block, q.dtype)
+            )
+            if piece.alone:  # nothing to merge with, in this tile: each block is written where it belongs
+                for a, b, out, lse in parts:
+                    yield Partial(_within(q_rows, a, b), out[..., : block.v.shape[-1]], lse)
+                continue
+            _, _, outs, lses = zip(*parts, strict=True)
+            yield Partial(q_rows, torch.cat(outs, 2)[..., : block.v.shape[-1]], torch.cat(lses, 2))
 
     def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
         for q_rows, k_rows, piece in _pieces(tiles, self.sizes):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ Region = tuple[int, int, int, int, int, int]
 
 class Piece(NamedTuple):
     """A rectangle of a tile with ``lo <= i - j <= hi`` counted from its own corner. Every row sees a key and every key
-    is seen by a row; where not `masked`, every key by every row."""
+    is seen by a row; where not `masked`, every key by every row. `alone`: no other piece has its rows."""
 
     q0: int
     q1: int
@@ -54,6 +55,7 @@ class Piece(NamedTuple):
     lo: int
     hi: int
     masked: bool
+    alone: bool = True
 
 
 class MaskedBlock(NamedTuple):
@@ -66,9 +68,13 @@ class MaskedBlock(NamedTuple):
     mask: Tensor
 
 
-def pieces(tile: Region, sizes: Sizes) -> Iterator[Piece]:
+@lru_cache(maxsize=1 << 14)
+def pieces(tile: Region, sizes: Sizes) -> tuple[Piece, ...]:
     """One tile as pieces that together hold each of its pairs once."""
-    q0, q1, k0, k1, lo, hi = tile
+    return tuple(_pieces(*tile, sizes))
+
+
+def _pieces(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int, sizes: Sizes) -> Iterator[Piece]:
     q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)  # rows that see a key, then keys that a row sees
     whole = _piece(q0, q1, max(k0, q0 - hi), min(k1, q1 - lo), lo, hi)
     if q0 < q1 and not whole.masked:
@@ -82,7 +88,8 @@ def pieces(tile: Region, sizes: Sizes) -> Iterator[Piece]:
         right = a - lo if a - lo + 1 < last else last
         if right - left < sizes.seen_by_all:
             left = right = last
-        yield from (_piece(a, b, c, d, lo, hi) for c, d in ((first, left), (left, right), (right, last)) if c < d)
+        parts = [(c, d) for c, d in ((first, left), (left, right), (right, last)) if c < d]
+        yield from (_piece(a, b, c, d, lo, hi)._replace(alone=len(parts) == 1) for c, d in parts)
 
 
 def _piece(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Piece:
@@ -121,7 +128,8 @@ def key_blocks(piece: Piece, block: int, dtype: torch.dtype) -> Iterator[MaskedB
         yield MaskedBlock(first, last, a, b, mask[first - start : last - start, : b - a])
 
 
+@lru_cache(maxsize=64)
 def _additive(rows: int, keys: int, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-    """0 where ``lo <= i - j <= hi``, -inf elsewhere."""
+    """0 where ``lo <= i - j <= hi``, -inf elsewhere. Kept: all layers of a model ask for the same few, all small."""
     hidden = torch.full((rows, keys), -torch.inf, dtype=dtype)
     return hidden.triu_(1 - lo) if hi >= rows - 1 else hidden.triu(1 - lo) + hidden.tril(-1 - hi)
