@@ -77,13 +77,13 @@ def test_what_does_not_fit_is_refused(what):
 
 def test_a_geometry_takes_the_documents_of_the_mask():
     docs = Documents([3, 5])
-    assert GEOMETRY.sides_of(Causal() & docs, 8).queries.documents == docs
-    assert GEOMETRY.sides_of([docs, Causal() & docs], 8).queries.documents == docs
-    assert GEOMETRY.sides_of(RowMasks([docs, Causal()]), 8).queries.documents is None
-    assert GEOMETRY.sides_of(Causal() & docs, 8, Documents([8])).queries.documents == Documents([8])
-    across = GEOMETRY.sides_of(docs, 2, key_len=8)
+    assert GEOMETRY.sides(8, mask=Causal() & docs).queries.documents == docs
+    assert GEOMETRY.sides(8, mask=[docs, Causal() & docs]).queries.documents == docs
+    assert GEOMETRY.sides(8, mask=RowMasks([docs, Causal()])).queries.documents is None
+    assert GEOMETRY.sides(8, Documents([8]), mask=Causal() & docs).queries.documents == Documents([8])
+    across = GEOMETRY.sides(2, mask=docs, key_len=8)
     assert across.queries.documents is None and across.keys.seq_len == 8, "documents of the keys alone"
-    assert GEOMETRY.sides_of(docs, 2, key_len=8, query_start=6).queries.documents == docs
+    assert GEOMETRY.sides(2, mask=docs, key_len=8, query_start=6).queries.documents == docs
     assert GEOMETRY.schedule(Causal() & docs, 8) == GEOMETRY.schedule(Causal() & docs, 8, docs)
 
 

@@ -56,7 +56,7 @@ def plans(draw):
 def test_every_allowed_pair_is_computed_exactly_once_at_the_right_step(plan):
     mask, length, size, layout = plan
     geometry = Geometry(size, tuple(range(size)), layout, Ring())
-    partition = geometry.sides_of(mask, length).queries
+    partition = geometry.sides(length, mask=mask).queries
     schedules = geometry.schedule(mask, length)
     for direction in ("forward", "backward"):
         passes = [getattr(s, direction) for s in schedules]

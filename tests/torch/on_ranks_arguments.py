@@ -87,6 +87,12 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+def one_rank_has_other_keys(rank: int, odd: int, sides: dict[str, Any]) -> tuple[str, str]:
+    """All plan self-attention, rank `odd` something else."""
+    context = ContextParallel(dist.group.WORLD, timeout_s=PATIENCE_S)
+    return caught(lambda: context.plan(S, Full(), **(sides if rank == odd else {})))
+
+
 def functions_differ(rank: int) -> tuple[str, str]:
     """One name, and another slope on every rank."""
     return caught(lambda: one_call(bias=lambda q, k: -(rank + 1) * (q - k).abs().float()))

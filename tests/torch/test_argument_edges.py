@@ -21,7 +21,7 @@ from ringspun.core.wire import Format
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Arguments, Case, Shape, inputs, reference
 from ringspun.testing.comparison import errors, judge
-from ringspun.testing.torch import run_ring
+from ringspun.testing.torch import plan_of, run_ring
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.bias import Alibi, RelativeTable
 from ringspun.torch.execution import Options
@@ -248,9 +248,7 @@ def test_a_long_list_of_masks_is_one_plan():
 def test_bytes_and_pairs_are_those_of_accounting(case):
     """Of cross-attention and of row masks too."""
     context = ContextParallel(Loopback(case.ranks), layout=case.layout)
-    plan = context.plan(
-        case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
-    )
+    plan = plan_of(case, context)
     rows = len(case.allowed) if isinstance(case.mask, tuple) else 1
     assert sum(s.forward.pairs.sum() for s in plan.schedules) == case.allowed.sum()
     shape = case.shape

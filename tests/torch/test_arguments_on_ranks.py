@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from on_ranks import run_cases
-from on_ranks_arguments import DIFFERENCES, differ, function_raises_late, functions_differ, tables_differ
+from on_ranks_arguments import (
+    DIFFERENCES,
+    differ,
+    function_raises_late,
+    functions_differ,
+    one_rank_has_other_keys,
+    tables_differ,
+)
 
-from ringspun import Causal, Zigzag
-from ringspun.testing.cases import Case, inputs, reference
-from ringspun.testing.comparison import errors, judge
+from ringspun import Contiguous
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
@@ -21,16 +25,6 @@ LOCAL = {  # wrong on one rank alone: its own error there, a PeerError that quot
     "a kernel that cannot": "KernelRefused",
     "a function that raises": "LookupError",
 }
-
-
-@pytest.fixture
-def trusted(pools):
-    """A pool of 3 that must be as good after the test as before it."""
-    pool = pools(3)
-    yield pool
-    case = Case(3, 10, Causal(), Zigzag())
-    for (found,) in pool.run(run_cases, [case]):
-        assert judge("float64", [errors(found, reference(case, inputs(case)))], [])[0]
 
 
 @pytest.mark.parametrize("what", [w for w in DIFFERENCES if w not in LOCAL])
@@ -71,6 +65,20 @@ def test_a_function_that_fails_on_one_rank_is_heard_of(pools, how, afterwards):
     for rank, (first, second) in enumerate(outcomes):
         assert first[0] == ("LookupError" if rank == 1 else "PeerError"), first
         assert second[0] == afterwards
+
+
+@pytest.mark.parametrize(
+    ("sides", "name"),
+    [
+        ({"key_len": 13}, "key_len"),
+        ({"key_len": 12, "query_start": 1}, "query_start"),
+        ({"key_layout": Contiguous()}, "key_layout"),
+    ],
+    ids=str,
+)
+def test_keys_of_one_rank_alone_are_named(trusted, sides, name):
+    for kind, text in trusted.run(one_rank_has_other_keys, 1, sides, timeout_s=30):
+        assert kind == "PlanMismatchError" and f"{name} is " in text and "on ring rank 1" in text
 
 
 def test_functions_of_one_name_are_told_apart_by_what_they_give(pools):

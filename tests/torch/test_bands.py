@@ -75,7 +75,7 @@ def of_kernel(kernel: Kernel, tile, tensors, dlse: torch.Tensor | None) -> list[
     block, step = Block(q, k, v, 0.4), StepTiles(np.array([[0, -1, *tile]], np.int64))
     running = RunningSoftmax(dout.shape, torch.float64, q.device)
     for rows, *part in kernel.forward(block, step):
-        running.add((rows.batch, slice(None), rows.tokens), *part)
+        running.add(rows, *part)
     out, lse = running.out, running.lse
     delta = (out * dout).sum(-1) - (0 if dlse is None else dlse)
     grads = [torch.zeros_like(x) for x in (q, k, v)]

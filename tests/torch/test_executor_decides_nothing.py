@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from foreign import Checkerboard, Diagonals, RandomRuns
+from hard_cases import judged
 from on_ranks import run_cases
 
 from ringspun import Causal, Contiguous, Full, Zigzag
@@ -15,8 +16,7 @@ from ringspun.core import tiles as tl
 from ringspun.core.route.base import Action, MessageColumn
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.errors import TransferError
-from ringspun.testing.cases import Case, inputs, reference
-from ringspun.testing.comparison import errors, judge
+from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel, Loopback
 
@@ -27,11 +27,6 @@ CASES = [
     *(Case(3, S, mask, RandomRuns(4)) for mask in (Diagonals(3), Causal() | Checkerboard(5), Full())),
     *(Case(4, S, Checkerboard(4), layout) for layout in (Contiguous(), Zigzag())),
 ]
-
-
-def judged(case: Case, found: dict[str, np.ndarray]) -> None:
-    error = errors(found, reference(case, inputs(case)))
-    assert judge("float64", [error], [])[0], f"{case}: {error.worst}"
 
 
 def test_the_foreign_masks_say_the_same_twice():

@@ -112,16 +112,6 @@ LOCAL = {  # wrong on one rank alone: its own error there, a PeerError that quot
 }
 
 
-@pytest.fixture
-def trusted(pools):
-    """A pool of 3 that must be as good after the test as before it."""
-    pool = pools(3)
-    yield pool
-    case = Case(3, 10, Causal(), Zigzag())
-    for (found,) in pool.run(run_cases, [case]):
-        judged(case, found)
-
-
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("what", [w for w in DISAGREEMENTS if w not in LOCAL])
 def test_every_rank_hears_which_rank_differs_and_in_what(trusted, what, odd):

@@ -19,7 +19,7 @@ from ringspun.errors import DtypeError, RingspunError, ShapeError
 from ringspun.testing.cases import all_masks
 from ringspun.torch import ContextParallel, Loopback, blockwise_attention, merge, ring_attention
 from ringspun.torch.kernels import Eager
-from ringspun.torch.kernels.base import Block, Saved, StepTiles
+from ringspun.torch.kernels.base import Block, Rows, Saved, StepTiles
 from ringspun.torch.softmax import RunningSoftmax
 
 INF = math.inf
@@ -150,12 +150,12 @@ def test_N1_the_running_merge_keeps_rows_that_nobody_has_seen_yet():
     running = RunningSoftmax(x.shape, x.dtype, x.device)
     some = (slice(None), slice(None), slice(2, 5))
     for out, out_lse in (nothing, nothing, (x, lse), nothing):
-        running.add(some, out[some].clone(), out_lse[some])
+        running.add(Rows(slice(0, None), some[2]), out[some].clone(), out_lse[some])
     assert torch.equal(running.out[some], x[some]) and torch.equal(running.lse[some], lse[some])
     assert torch.equal(running.out[:, :, 5:], nothing[0][:, :, 5:]) and (running.lse[:, :, :2] == -INF).all()
     whole = RunningSoftmax(x.shape, x.dtype, x.device)
-    whole.add(..., *partial(1))
-    whole.add(..., x.clone(), lse)
+    whole.add(None, *partial(1))
+    whole.add(None, x.clone(), lse)
     for a, b in zip((whole.out, whole.lse), merge(*partial(1), x, lse), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
 
@@ -171,7 +171,7 @@ def test_the_running_merge_takes_parts_of_rows_in_any_order(parts):
         for mine, given_part in zip(part, partial(seed), strict=True):
             mine[rows] = given_part[rows]
         expected = merge(*expected, *part)
-        running.add(rows, part[0][rows], part[1][rows])
+        running.add(Rows(rows[0], rows[2]), part[0][rows], part[1][rows])
     torch.testing.assert_close(running.out, expected[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(running.lse, expected[1], rtol=0, atol=1e-14)
 

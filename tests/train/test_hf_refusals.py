@@ -12,10 +12,11 @@ import transformers
 from hf_rings import VOCAB, S
 from torch import Tensor, nn
 
-from ringspun import Causal, Chunks, Documents, Window
+from ringspun import Causal, Chunks, Contiguous, Documents, Window
 from ringspun.errors import DtypeError, UnsupportedByRing
 from ringspun.integrations.transformers import NAME, attention, plans, prepare, register
 from ringspun.integrations.transformers.probe import look
+from ringspun.torch import ContextParallel, Loopback
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -270,3 +271,32 @@ def test_layers_check_their_plan_without_prepare_too() -> None:
     attention(module, q, kv, kv, None, sliding_window=4, **given)
     with pytest.raises(UnsupportedByRing, match=r"must have window\(5\) for Identity; got a plan with window\(4\)"):
         attention(module, q, kv, kv, None, sliding_window=5, **given)
+
+
+@pytest.mark.parametrize("sides", [{"key_len": S, "query_start": 5}, {"key_len": S + 1}], ids=str)
+def test_a_plan_of_cross_attention_is_refused(sides):
+    """It has as many rows as the shard, and was computed as if it were the model's own: logits off by 0.15."""
+    model = prepare(made("Llama"))
+    plan = ContextParallel(Loopback(2)).plan(S, Causal(), **sides)
+    ids = torch.zeros(1, S, dtype=torch.int64)
+    with pytest.raises(
+        UnsupportedByRing, match="plan must be one of self-attention; got one whose keys are other tokens"
+    ):
+        model(input_ids=ids, ringspun_plan=plan)
+
+
+def test_keys_dealt_otherwise_are_refused():
+    model = prepare(made("Llama"))
+    plan = ContextParallel(Loopback(3)).plan(S, Causal(), key_len=S, key_layout=Contiguous())
+    with pytest.raises(UnsupportedByRing, match="or dealt otherwise"):
+        model(input_ids=torch.zeros(1, S, dtype=torch.int64), ringspun_plan=plan)
+
+
+def test_a_softcap_of_zero_is_none():
+    """Configurations write 0 for none."""
+    part = ContextParallel(Loopback(2)).partition(S)
+    q = torch.randn(1, 2, S, 4, generator=torch.Generator().manual_seed(0))
+    call = {"position_ids": part.positions()[None], "ringspun_plan": part.plan(Causal())}
+    module = torch.nn.Identity()
+    found, right = (attention(module, q, q, q, None, softcap=cap, **call)[0] for cap in (0.0, None))
+    assert torch.equal(found, right)

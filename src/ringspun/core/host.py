@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 from multiprocessing import connection
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,11 @@ def host_integers(name: str, values: Any) -> NDArray[np.int64]:
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise MaskError(f"{name} must fit int64; got {int(array.max())}.")
     return array.astype(np.int64)
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether `value` is a whole number, Python's or NumPy's; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def cores() -> int:

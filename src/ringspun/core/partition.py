@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
+from ringspun.core.host import is_integer
 from ringspun.core.layout.base import RANK, START, STEP, STOP, Layout, Runs
 from ringspun.core.mask import Documents, Mask
 from ringspun.errors import LayoutError
@@ -38,8 +39,7 @@ class Partition:
     start: int = 0
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.seq_len, int | np.integer) and not isinstance(self.seq_len, bool)
-        if not whole or self.seq_len < 0:
+        if not is_integer(self.seq_len) or self.seq_len < 0:
             raise LayoutError(f"seq_len must be an integer >= 0; got {self.seq_len!r}.")
         if self.seq_len > LONGEST:
             raise LayoutError(f"seq_len must be at most 2**48 tokens; got {self.seq_len}.")
@@ -51,7 +51,7 @@ class Partition:
             raise LayoutError(f"ring_size must be from 1 to {LARGEST_RING}; got {self.ring_size}.")
         if not isinstance(self.documents, Documents | None):
             raise LayoutError(f"documents must be Documents or None; got {self.documents!r}. Write Documents(lengths).")
-        if isinstance(self.start, bool) or not isinstance(self.start, int | np.integer) or abs(self.start) > LONGEST:
+        if not is_integer(self.start) or abs(self.start) > LONGEST:
             raise LayoutError(f"start must be an integer within +-2**48; got {self.start!r}.")
         if self.documents is not None:
             self.documents.check(self.start + self.seq_len)

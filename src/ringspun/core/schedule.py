@@ -19,10 +19,12 @@ from ringspun.core import needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut
+from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment, Route, StepColumn
+from ringspun.core.text import shown
 from ringspun.errors import LayoutError, PlanError
 
 FORMAT_VERSION = 2
@@ -128,7 +130,9 @@ class Schedule:
 
     def __repr__(self) -> str:
         sizes = f"{len(self.forward)} steps, {len(self.forward.tiles)} tiles, {len(self.forward.messages)} messages"
-        return f"Schedule(ring_rank={self.ring_rank} of {self.ring_size}, mask={str(self.mask)[:60]}, forward: {sizes})"
+        return (
+            f"Schedule(ring_rank={self.ring_rank} of {self.ring_size}, mask={shown(self.mask, 60)}, forward: {sizes})"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,30 +160,35 @@ class Geometry:
         seq_len: int,
         documents: Documents | None = None,
         *,
+        mask: Any = None,
         key_len: int | None = None,
         key_layout: Layout | None = None,
         query_start: int = 0,
     ) -> Sides:
         """Queries and keys, see `ringspun.torch.ContextParallel.plan`.
 
+        Args:
+            mask: whose documents the queries get, unless others are given or they are those of the keys alone.
         Raises:
-            PlanError: a `query_start` without `key_len`.
+            PlanError: a `query_start` without `key_len`. LayoutError: lengths and starts that are none.
         """
         if key_len is None and query_start:
             raise PlanError(
                 f"query_start must come with key_len; got query_start={query_start} alone. Queries and keys of one "
                 "length that start together need neither."
             )
-        if key_len is None and key_layout is None:
-            return Sides(self.partition(seq_len, documents))
-        if isinstance(query_start, bool) or not isinstance(query_start, int | np.integer):
+        if not is_integer(query_start):
             raise LayoutError(f"query_start must be an integer within +-2**48; got {query_start!r}.")
-        if key_len is not None and (
-            isinstance(key_len, bool) or not isinstance(key_len, int | np.integer) or key_len < 0
-        ):
+        if key_len is not None and not (is_integer(key_len) and key_len >= 0):
             raise LayoutError(f"key_len must be an integer >= 0; got {key_len!r}.")
-        keys = self.partition(seq_len if key_len is None else key_len, layout=key_layout)
-        return Sides(self.partition(seq_len, documents, start=query_start), keys)
+        same = key_len in (None, seq_len) and key_layout in (None, self.layout) and not query_start
+        own = None if documents is not None else _documents_of(mask)
+        if own is not None and (same or own.end <= query_start + seq_len):
+            documents = own
+        queries = self.partition(seq_len, documents, start=query_start)
+        if same:
+            return Sides(queries)
+        return Sides(queries, self.partition(seq_len if key_len is None else key_len, layout=key_layout))
 
     def schedule(
         self,
@@ -197,26 +206,10 @@ class Geometry:
         Raises:
             PlanError, LayoutError, MaskError: a mask, layout and length that do not go together.
         """
-        sides = self.sides_of(mask, seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start)
+        sides = self.sides(
+            seq_len, documents, mask=mask, key_len=key_len, key_layout=key_layout, query_start=query_start
+        )
         return compile_schedules(sides, mask_of(mask), self.route, self.ring_ranks)
-
-    def sides_of(
-        self,
-        mask: Any,
-        seq_len: int,
-        documents: Documents | None = None,
-        *,
-        key_len: int | None = None,
-        key_layout: Layout | None = None,
-        query_start: int = 0,
-    ) -> Sides:
-        """`sides` with the documents of `mask`, unless others are given or they are those of the keys alone."""
-        sides = self.sides(seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start)
-        own = _documents_of(mask)
-        if documents is not None or own is None or not (sides.same or own.end <= query_start + seq_len):
-            return sides
-        queries = self.partition(seq_len, own, start=query_start)
-        return Sides(queries, None if sides.same else sides.keys)
 
 
 def _documents_of(mask: Any) -> Documents | None:
@@ -243,13 +236,7 @@ def mask_of(value: Any) -> Mask | RowMasks:
         advice = f"Write {value.__name__}(...), a value."
     elif isinstance(value, list | tuple) and not value:
         advice = "An empty list has no row."
-    raise PlanError(f"mask must be a ringspun mask; got {_brief(value)}. {advice}")
-
-
-def _brief(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    kind = f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else repr(value)
-    return kind if len(kind) <= 120 else kind[:120] + "..."
+    raise PlanError(f"mask must be a ringspun mask; got {shown(value)}. {advice}")
 
 
 def input_digest(sides: Sides, mask: Mask | RowMasks, route: Route) -> bytes:

@@ -168,6 +168,18 @@ def _around(text: str, column: int) -> str:
     return ("..." if start else "") + text[start:stop] + ("..." if stop < len(text) else "")
 
 
+def shown(value: Any, limit: int = 120) -> str:
+    """What an error shows of a value: a mask, layout or documents as they write themselves, an array's shape, anything
+    else as Python does; the beginning of it."""
+    if getattr(value, "shape", None) is not None:
+        text = f"{type(value).__name__} of shape {tuple(value.shape)}"
+    elif isinstance(value, masks.Mask | masks.RowMasks):
+        text = value.text
+    else:
+        text = str(value) if isinstance(value, layouts.Layout) else repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
 def _brief(text: str) -> str:
     """A message whose middle is cut if it repeats a long input."""
     return text if len(text) <= 4 * _SHOWN else f"{text[: 2 * _SHOWN]} ... {text[-2 * _SHOWN :]}"

@@ -19,7 +19,7 @@ from ringspun.core.partition import Partition
 from ringspun.errors import KernelRefused, PlanError, UnsupportedByRing
 from ringspun.testing.comparison import MANY_RANKS
 from ringspun.testing.problem import Answer, Candidate, Owners, Problem
-from ringspun.testing.torch import run_ring
+from ringspun.testing.torch import plan_of, run_ring
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.kernels import Kernel
 
@@ -49,11 +49,8 @@ class OnRing(Candidate):
 
     def owners(self, problem: Problem) -> Owners:
         """The ring rank of each query and of each key."""
-        case = problem.case
         local = ContextParallel(Loopback(self.context.ring_size), layout=self.context.geometry.layout)
-        plan = local.plan(
-            case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
-        )
+        plan = plan_of(problem.case, local)
         return _owners(plan.queries.core), _owners(plan.keys.core)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions, uses_lse
 from ringspun.testing.comparison import TENSORS
 from ringspun.testing.yardstick import rounded as rounded  # cases are rounded where they are run
-from ringspun.torch import ContextParallel, Loopback
+from ringspun.torch import ContextParallel, Loopback, Plan
 from ringspun.torch.bias import Alibi, Bias, RelativeTable
 from ringspun.torch.kernels import Kernel
 
@@ -29,9 +29,7 @@ def run_ring(
         context: the ring; default a `Loopback` of the case's size. Gradients are summed over a ring of processes.
     """
     context = context or ContextParallel(Loopback(case.ranks, seed=case.seed), layout=case.layout)
-    plan = context.plan(
-        case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
-    )
+    plan = plan_of(case, context)
     queries, keys, dtype = plan.queries, plan.keys, getattr(torch, case.dtype)
     q, k, v = (
         side.shard(torch.from_numpy(x).to(dtype), dim=2).requires_grad_()
@@ -56,6 +54,13 @@ def run_ring(
     by_key = {name: _numpy(keys.gather(x, dim=2)) for name, x in (("dk", dk), ("dv", dv))}
     sums = {f"d{name}": _numpy(context.driver.all_reduce(x.double())) for name, x in zip(shared, shares, strict=True)}
     return by_query | by_key | sums
+
+
+def plan_of(case: Case, context: ContextParallel) -> Plan:
+    """A case's plan on a ring."""
+    return context.plan(
+        case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
+    )
 
 
 def _bias(kind: str, values: Tensor | None) -> Bias | None:

@@ -20,6 +20,7 @@ from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
+from ringspun.core.text import shown
 from ringspun.errors import PlanError
 from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
@@ -136,8 +137,8 @@ class ContextParallel:
             PlanError, LayoutError, MaskError: arguments that do not go together; raised on every rank.
         """
         try:
-            sides = self.geometry.sides_of(
-                mask, seq_len, documents, key_len=key_len, key_layout=key_layout, query_start=query_start
+            sides = self.geometry.sides(
+                seq_len, documents, mask=mask, key_len=key_len, key_layout=key_layout, query_start=query_start
             )
         except Exception as failure:
             self._agree_on_plan(bytes(32), {}, failure)
@@ -223,4 +224,4 @@ def _fields(sides: Sides, mask: Mask | RowMasks | None) -> dict[str, str]:
     queries, keys = sides.queries, sides.keys
     fields = {"seq_len": queries.seq_len, "mask": mask, "layout": queries.layout, "documents": queries.documents}
     fields |= {"key_len": keys.seq_len, "key_layout": keys.layout, "query_start": queries.start}
-    return {name: doubts.shown(value) for name, value in fields.items()}
+    return {name: shown(value) for name, value in fields.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ringspun.core.mask import And, Blocks, Mask, Or, RowMasks, documents_of
 from ringspun.core.partition import Sides
+from ringspun.core.text import shown
 from ringspun.errors import PlanError, RingspunWarning
 
 
@@ -62,9 +63,3 @@ def _leaves(mask: Mask) -> Iterator[Mask]:
             yield from _leaves(part)
     else:
         yield mask
-
-
-def shown(value: object, limit: int = 120) -> str:
-    """The beginning of a long value."""
-    text = str(getattr(value, "text", value))
-    return text if len(text) <= limit else text[:limit] + "..."

@@ -125,7 +125,7 @@ def attention_op(
     handle: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ring attention of one plan: ``(out, lse, call)``; `call` ties its backward to it: the call's number, and a mark
     of its bias."""
     out, lse, call = REGISTRY.get(handle).run_forward(q, k, v, Terms(scale, softcap, sinks, bias))
@@ -142,7 +142,7 @@ def _(
     handle: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     return out, lse, torch.empty(2, dtype=torch.int64, device="cpu")

@@ -16,10 +16,10 @@ from torch import Tensor
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule, compile_schedules
+from ringspun.core.text import shown
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs, sdpa
 from ringspun.torch.bias import Bias, Rule
-from ringspun.torch.doubts import shown
 from ringspun.torch.execution import Calls, Execution, Options, call_of, wire_of
 from ringspun.torch.explain import Explanation, explain
 from ringspun.torch.kernels import Call, Kernel, choose

@@ -65,7 +65,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
         yield from mail.post(step, Moment.BEFORE)
         block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
-            running.add((rows.batch, slice(None), rows.tokens), out, lse)
+            running.add(rows, out, lse)
     yield from mail.close()
     if job.terms.sinks is not None:
         running.add_sinks(job.terms.sinks)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from ringspun.core import regions
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
+from ringspun.core.text import shown
 from ringspun.errors import RingspunWarning, UnsupportedByRing
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _check(mode: _AsSdpa, attn_mask: Tensor | None, dropout_p: float, is_causal:
         where = f" (query_start={start}; is_causal=True aligns the first query with the first key)" if start else ""
         _refuse(
             plan,
-            f"is_causal must say what the plan's mask does; got {is_causal} for {str(plan.mask)[:60]}, which {word}"
+            f"is_causal must say what the plan's mask does; got {is_causal} for {shown(plan._mask, 60)}, which {word}"
             f"{where}. {_SAY}",
         )
 

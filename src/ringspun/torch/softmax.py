@@ -7,14 +7,12 @@ what it is given is a number. Both obey `ringspun.core.softmax`: ``(0, -inf)`` i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ringspun.errors import ShapeError
-from ringspun.torch.kernels.base import accumulator_dtype
+from ringspun.torch.kernels.base import Rows, accumulator_dtype
 
 
 def merge(
@@ -93,25 +91,25 @@ class RunningSoftmax:
             self._fresh = last
         return self._out, self._lse
 
-    def add(self, rows: Any, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial result into ``self.out[rows]``; rows that saw no key are (0, -inf).
+    def add(self, rows: Rows | None, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial result of some rows (None: all); rows that saw no key are (0, -inf).
 
         Args:
-            rows: ``...``, or an index whose last entry is a slice of T.
             out, lse: of those rows; may be kept and written to.
         """
-        first, last = (0, self.shape[-2]) if rows is ... else (rows[-1].start, rows[-1].stop)
+        rows = Rows(slice(0, None), slice(0, self.shape[-2])) if rows is None else rows
+        first, last = rows.tokens.start, rows.tokens.stop
         if self._out is None and out.shape == self.shape:
             self._out, self._lse, self._fresh = out.to(self.dtype), lse.to(self.dtype), last
             return
-        if first >= self._fresh and (rows is ... or rows[0] == slice(0, None)):
-            whole, whole_lse = self._filled(first)
-            whole[rows].copy_(out)
-            whole_lse[rows].copy_(lse)
+        fresh = first >= self._fresh and rows.of_all_batch_rows
+        whole, whole_lse = self._filled(first if fresh else last)
+        mine, mine_lse = whole[rows.batch][..., rows.tokens, :], whole_lse[rows.batch][..., rows.tokens]
+        if fresh:
+            mine.copy_(out)
+            mine_lse.copy_(lse)
             self._fresh = last
             return
-        whole, whole_lse = self._filled(last)
-        mine, mine_lse = whole[rows], whole_lse[rows]
         lse = lse.to(self.dtype)
         # Weights from the difference, not from the total: each is exact relative to itself, and they add up to 1.
         ahead = (lse - mine_lse.masked_fill(lse == -torch.inf, 0.0))[..., None]

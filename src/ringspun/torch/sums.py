@@ -29,7 +29,7 @@ class RowSum:
     def add(self, rows: Rows, part: Tensor) -> None:
         """Add `part` to some rows."""
         first, last = rows.tokens.start, rows.tokens.stop
-        if rows.batch != EVERY_ROW or first < self._fresh < last:
+        if not rows.of_all_batch_rows or first < self._fresh < last:
             self._zero_up_to(last)
         if first < self._fresh:
             self._sum[rows.batch, :, rows.tokens] += part
@@ -42,6 +42,3 @@ class RowSum:
         if last > self._fresh:
             self._sum[:, :, self._fresh : last] = 0
             self._fresh = last
-
-
-EVERY_ROW = slice(0, None)

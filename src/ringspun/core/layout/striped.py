@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringspun.core.host import is_integer
 from ringspun.core.layout.base import RANK, Layout, Runs, drop_empty
 from ringspun.core.mask import Documents
 from ringspun.errors import LayoutError
@@ -32,7 +33,7 @@ class Striped(Layout):
     block: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int | np.integer):
+        if not is_integer(self.block):
             raise LayoutError(f"Striped block must be an integer; got {self.block!r}.")
         if self.block != 1 and self.block < SMALLEST_BLOCK:
             raise LayoutError(f"Striped block must be 1 or at least {SMALLEST_BLOCK} tokens; got {self.block}.")

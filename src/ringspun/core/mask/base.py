@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
+from ringspun.core.host import is_integer
 from ringspun.errors import MaskError
 
 Positions = NDArray[np.int64]
@@ -129,7 +130,7 @@ def rectangles(q0: Positions, q1: Positions, k0: Positions, k1: Positions, withi
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """`value` as an int, if it is one of at least `least` and not beyond any length."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not is_integer(value):
         raise MaskError(f"{name} must be an integer; got {value!r}.")
     if least is not None and value < least:
         raise MaskError(f"{name} must be >= {least}; got {value}.")

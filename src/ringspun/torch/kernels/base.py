@@ -73,6 +73,11 @@ class Rows(NamedTuple):
     batch: slice
     tokens: slice
 
+    @property
+    def of_all_batch_rows(self) -> bool:
+        """Whether the whole batch is meant, as in every plan with one mask."""
+        return self.batch == slice(0, None)
+
 
 class Saved(NamedTuple):
     """What backward knows besides the block: final out, its lse, the incoming gradients of both, and fp32 `delta`.
