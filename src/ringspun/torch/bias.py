@@ -44,10 +44,6 @@ class Rule(ABC):
     def check(self, values: Tensor, heads: int) -> None:  # noqa: B027 (a rule without a tensor has nothing to check)
         """Raise `ShapeError` unless `values` fits H heads."""
 
-    def mark(self, q: Tensor, k: Tensor) -> int:
-        """A number that stands for what the rule says of some positions beyond its string, at this moment."""
-        return 0
-
     def check_lse(self, lse: Tensor) -> None:
         """Raise unless the normalisers that this bias led to are exact enough.
 
@@ -164,6 +160,8 @@ class _TableRule(Rule):
 
 @dataclass(frozen=True)
 class FunctionRule(Rule):
+    """What a function of positions says, whose string is no more than its name."""
+
     function: BiasFunction
     heads: int
     name = "function"
@@ -177,6 +175,7 @@ class FunctionRule(Rule):
         return torch.zeros_like(values)
 
     def mark(self, q: Tensor, k: Tensor) -> int:
+        """A number that stands for what the function says of some positions at this moment."""
         found = self.function(q, k).detach().to("cpu", torch.float64)
         return int.from_bytes(hashlib.blake2b(found.numpy().tobytes(), digest_size=7).digest(), "little")
 

@@ -186,14 +186,14 @@ class Execution:
         return _joined(dq), _joined(dk), _joined(dv), _sink_gradients(saved, terms.sinks), sum(dbias[1:], dbias[0])
 
     def _mark(self, device: torch.device) -> int:
-        """See `Rule.mark`: of a few positions of the queries and of the keys."""
-        sides = self.calls.sides.queries, self.calls.sides.keys
-        if self.options.rule is None or not all(side.seq_len for side in sides):
+        """See `FunctionRule.mark`: of a few positions of the queries and of the keys; 0 without a function."""
+        rule, sides = self.options.rule, (self.calls.sides.queries, self.calls.sides.keys)
+        if not isinstance(rule, FunctionRule) or not all(side.seq_len for side in sides):
             return 0
         q, k = (side.start + np.unique(np.linspace(0, side.seq_len - 1, 7).astype(np.int64)) for side in sides)
         some = torch.from_numpy(q).to(device)[:, None], torch.from_numpy(k).to(device)[None, :]
         try:
-            return self.options.rule.mark(*some)
+            return rule.mark(*some)
         except Exception as failure:  # a function may raise anything
             self.calls.fail(failure)
             raise
