@@ -8,6 +8,7 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import shown
 from ringspun.errors import PlanError
+from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
@@ -46,6 +48,10 @@ class ContextParallel:
         layout: the rule that deals tokens to ranks. route: how blocks travel: "auto" or a `Route`.
         checks: "header": every message carries a header that the receiver compares with its own schedule.
         timeout_s: longest wait for a peer (seconds).
+        log_dir: folder for this process's step log when a call fails; default: the environment's ``RINGSPUN_LOG_DIR``;
+            neither: none is written. The group's last context decides. See `ringspun.steplog`.
+        sync_steps: have all ranks finish each step before the next, so that an error or a hang names its step exactly.
+            For debugging: the same bits, much slower.
     Raises:
         PlanError: a group that cannot be used.
     """
@@ -58,6 +64,8 @@ class ContextParallel:
         route: Route | str = "auto",
         checks: str = "header",
         timeout_s: float = 600.0,
+        log_dir: str | os.PathLike[str] | None = None,
+        sync_steps: bool = False,
     ) -> None:
         if checks not in CHECKS:
             raise PlanError(f"checks must be one of {CHECKS}; got {checks!r}.")
@@ -65,7 +73,13 @@ class ContextParallel:
             raise PlanError(f"route must be 'auto' or a Route; got {route!r}.")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e7:
             raise PlanError(f"timeout_s must be a number of seconds from 0.001 to 10 million; got {timeout_s!r}.")
+        if not isinstance(sync_steps, bool):
+            raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
+        self.sync_steps = sync_steps
         self.driver = _driver(group, timeout_s)
+        folder = os.environ.get(FOLDER_VARIABLE) if log_dir is None else log_dir
+        if folder is not None:
+            self.driver.state.log_dir = os.path.abspath(folder)
         self.pool = BufferPool()
         self._number: int | None = None
         layout = Zigzag() if layout is None else layout
@@ -178,9 +192,8 @@ class ContextParallel:
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         number = self.number
-        self.driver.agree(
-            "the plan", digest_of((inputs, number)), {**fields, "context of the group": str(number)}, failure
-        )
+        fields = {**fields, "context of the group": str(number), "sync_steps": str(self.sync_steps)}
+        self.driver.agree("the plan", digest_of((inputs, number, self.sync_steps)), fields, failure)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a place in a ring cannot be doubled; models that hold one are copied

@@ -42,6 +42,7 @@ class Calls:
     """What all calls of a plan share.
 
     Args:
+        sync_steps: whether all ranks finish a step before the next.
         agreed: facts of the last call that all ranks agreed on, by topic.
     """
 
@@ -50,6 +51,7 @@ class Calls:
     sides: Sides
     schedules: tuple[Schedule, ...]
     plan_id: int
+    sync_steps: bool = False
     agreed: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -92,9 +94,9 @@ class Calls:
         number, state.calls = state.calls, state.calls + 1
         phase = 0 if of is None else 1 + of
         jobs = []
-        for schedule, tiles in zip(self.schedules, self._tiles, strict=True):
+        for schedule, tiles, log in zip(self.schedules, self._tiles, state.logs, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, schedule.ring_rank)
-            ids = self.plan_id, number, phase
+            ids = self.plan_id, number, phase, log, self.sync_steps
             jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids))
         return jobs
 

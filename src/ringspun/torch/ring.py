@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, S
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import HEADER_BYTES, Format, Header, Payload
 from ringspun.errors import TransferError
+from ringspun.steplog import StepLog, What
+from ringspun.steplog.log import call_words
 from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
-from ringspun.torch.drivers.base import RankProgram, Transfer
+from ringspun.torch.drivers.base import RankProgram, Together, Transfer
 from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum
@@ -36,6 +39,7 @@ class Job:
         pool: where buffers come from. terms: what enters beside q, k, v. bias: this rank's, where there is one.
         plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
             backward 1 + the number of the forward call that it belongs to.
+        log: this rank's. sync_steps: whether all ranks finish a step before the next.
     """
 
     schedule: Schedule
@@ -48,6 +52,8 @@ class Job:
     plan_id: int
     call: int
     phase: int
+    log: StepLog
+    sync_steps: bool
 
     def block(self, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
         """Local queries and the block of ring rank `source`."""
@@ -63,9 +69,11 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
+        mail.note(What.COMPUTE, step, source=int(row[StepColumn.SOURCE]))
         block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
+        yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
         running.add_sinks(job.terms.sinks)
@@ -83,6 +91,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
+        mail.note(What.COMPUTE, step, source=int(row[StepColumn.SOURCE]))
         block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
@@ -103,6 +112,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
             mail.gradients(row)
         mail.bring_home(row, own)
         yield from mail.post(step, Moment.AFTER)
+        yield from mail.finish(step)
     yield from mail.close()
     return dq.sum.to(q.dtype), own[0].sum.to(k.dtype), own[1].sum.to(v.dtype), dbias
 
@@ -120,7 +130,9 @@ class _Mail:
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
             for key, rows in _slot_rows(one).items()
         }
-        self._open: dict[Moment, tuple[Any, list[tuple[Tensor, Header, int]]]] = {}
+        self._open: dict[Moment, tuple[Any, int, list[tuple[Tensor, Header, int]]]] = {}
+        self.note = partial(job.log.note, job.call, job.phase)
+        self.note(What.CALL)
 
     def post(self, step: int, moment: Moment) -> Flow:
         """Start the messages of one step and moment."""
@@ -138,30 +150,44 @@ class _Mail:
                 expected.append((buffer, header, peer))
             what = f"{payload.name} of ring rank {source} at step {step}"
             transfers.append(Transfer(action, peer, buffer, what))
+            posted = What.SEND if action == Action.SEND else What.RECEIVE
+            self.note(posted, step, moment, payload, source, peer, header.length)
         if transfers:
-            self._open[moment] = ((yield transfers), expected)
+            self._open[moment] = ((yield transfers), step, expected)
 
     def wait(self, moment: Moment) -> Flow:
         """Wait for what was last posted at `moment`, and read the headers of what came."""
         if moment not in self._open:
             return
-        ticket, expected = self._open.pop(moment)
+        ticket, step, expected = self._open.pop(moment)
+        self.note(What.WAIT, step, moment)
         yield ticket
+        self.note(What.LANDED, step, moment)
         for buffer, header, peer in expected:
             differences = header.differences(buffer[:HEADER_BYTES].cpu().view(torch.int64).numpy())
             if differences:
                 raise TransferError(
                     f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
-                    f"ring rank {peer} sent at step {header.step} must carry its own header; got "
+                    f"ring rank {peer} sent at step {header.step} of call {header.call} must carry its own header; got "
                     f"{', '.join(differences)}. A stale, reordered or foreign message; the result is not returned."
                 )
 
+    def finish(self, step: int) -> Flow:
+        """With `sync_steps`, wait until all ranks have all that they posted up to this step."""
+        if self._job.sync_steps:
+            yield from self._wait_for_all()
+            yield Together(f"the end of step {step} of {call_words(self._job.call, self._job.phase)}")
+
     def close(self) -> Flow:
         """Wait for everything and give the buffers back."""
-        for moment in Moment:
-            yield from self.wait(moment)
+        yield from self._wait_for_all()
         for buffer in self._slots.values():
             self._job.pool.give_back(buffer)
+        self.note(What.END)
+
+    def _wait_for_all(self) -> Flow:
+        for moment in Moment:
+            yield from self.wait(moment)
 
     def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""

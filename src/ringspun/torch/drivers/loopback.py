@@ -6,6 +6,8 @@ A ring of one is plain attention: it never yields a message.
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import threading
 from collections import deque
@@ -16,14 +18,21 @@ from typing import Any
 from torch import Tensor
 
 from ringspun.core.route.base import Action
-from ringspun.errors import TransferError
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Transfer
+from ringspun.errors import RingspunError, TransferError
+from ringspun.steplog import StepLog
+from ringspun.steplog.log import KEPT
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Together, Transfer
+from ringspun.torch.drivers.notes import describe
+
+ROWS_OF_ALL = 1 << 16
+"""Rows that the step logs of a loopback's ranks hold together at most (but for 32 each)."""
 
 
 @dataclass(eq=False)
 class _Pending(Ticket):
     transfers: list[Transfer]
     open: int = 0
+    what: str = ""
 
 
 @dataclass(eq=False)
@@ -60,10 +69,12 @@ class Loopback(Driver):
         self.size = size
         self.ring_ranks = tuple(range(size))
         self.counts = Counts()
-        self.state = RingState()
+        name, kept = f"loopback {os.getpid()} {next(_names)}", max(32, min(KEPT, ROWS_OF_ALL // size))
+        self.state = RingState(tuple(StepLog(name, self.ring_ranks, r, kept=kept) for r in self.ring_ranks))
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._links: dict[tuple[int, int], _Link] = {}
+        self._together: list[_Pending] = []
 
     def deliver(self, sender: int, receiver: int, sent: Transfer, wanted: Transfer) -> None:
         """Move one message. Tests override this to damage messages."""
@@ -76,10 +87,14 @@ class Loopback(Driver):
 
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         with self._lock:  # threads that share a loopback take turns
-            return self._run(programs)
+            try:
+                return self._run(programs)
+            except RingspunError as failure:
+                self.state.log_failure(failure, describe(failure))
+                raise
 
     def _run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
-        self._links = {}
+        self._links, self._together = {}, []
         ranks = [_Rank(n, p) for n, p in zip(self.ring_ranks, programs, strict=True)]
         while True:
             ready = [r for r in ranks if not r.done and (r.waiting is None or r.waiting.open == 0)]
@@ -89,7 +104,7 @@ class Loopback(Driver):
         stuck = [r for r in ranks if not r.done]
         if stuck:
             waits = "; ".join(
-                f"ring rank {r.number} waits for {', '.join(t.what for t in r.waiting.transfers)}"
+                f"ring rank {r.number} waits for {r.waiting.what or ', '.join(t.what for t in r.waiting.transfers)}"
                 for r in stuck
                 if r.waiting
             )
@@ -107,6 +122,13 @@ class Loopback(Driver):
         rank.answer = None
         if isinstance(asked, list):
             rank.answer = self._post(rank.number, asked)
+        elif isinstance(asked, Together):
+            rank.waiting = _Pending([], 1, asked.what)
+            self._together.append(rank.waiting)
+            if len(self._together) == self.size:  # the last one lets all go
+                for ticket in self._together:
+                    ticket.open = 0
+                self._together.clear()
         else:
             assert isinstance(asked, _Pending)
             rank.waiting = asked
@@ -144,3 +166,6 @@ class Loopback(Driver):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+
+_names = itertools.count()
