@@ -111,17 +111,18 @@ class StepLog:
         return [Row(*row) for row in list(self._rows)]  # the copy is one step for other threads
 
     @property
-    def full(self) -> bool:
-        """Whether older rows were dropped (or will be by the next)."""
-        return len(self._rows) == self._rows.maxlen
-
-    @property
     def place(self) -> str:
         """Where this rank is, for an error message: ``in call 3 (forward)``, ``after call 3``, ``before call 0``."""
         for row in reversed(self.rows):
             if row.phase >= 0:
                 return f"{'after' if row.what == What.END else 'in'} {call_words(row.call, row.phase)}"
         return "before call 0"
+
+    def as_data(self) -> dict[str, Any]:
+        """For a dump, at its time; `full`: whether older rows were dropped, or will be by the next."""
+        rows = self.rows
+        told = {"ring": self.ring, "ranks": self.ranks, "ring_rank": self.ring_rank, "rows": rows}
+        return told | {"full": len(rows) == self._rows.maxlen, "monotonic": self.monotonic(), "wall": self.wall()}
 
 
 def call_words(call: int, phase: int) -> str:
@@ -143,7 +144,6 @@ def dump(folder: str | os.PathLike[str] | None = None, *, reason: str = "by hand
     place = Path(folder if folder is not None else os.environ.get(FOLDER_VARIABLE, "."))
     place.mkdir(parents=True, exist_ok=True)
     logs = sorted(_LOGS, key=lambda log: (log.ring, log.ring_rank))
-    monotonic, wall = (logs[0].monotonic(), logs[0].wall()) if logs else (time.monotonic_ns(), time.time_ns())
     host, pid = socket.gethostname(), os.getpid()
     told = {
         "format": FORMAT,
@@ -152,12 +152,8 @@ def dump(folder: str | os.PathLike[str] | None = None, *, reason: str = "by hand
         "host": host,
         "boot": _boot(),
         "pid": pid,
-        "monotonic": monotonic,
-        "wall": wall,
         "columns": Row._fields,
-        "logs": [
-            {"ring": g.ring, "ranks": g.ranks, "ring_rank": g.ring_rank, "full": g.full, "rows": g.rows} for g in logs
-        ],
+        "logs": [log.as_data() for log in logs],
     }
     alone = len({g.ranks[g.ring_rank] for g in logs}) == 1
     who = f"rank{logs[0].ranks[logs[0].ring_rank]}" if alone else "ranks"

@@ -78,12 +78,13 @@ class Member:
     """One rank of a ring, from its dump.
 
     Args:
-        spans: in order. posted, landed: when each message was; by (is sent, peer, key). oldest: where its rows begin,
-            as (call, phase, step), if older ones were dropped. dumped: when. source: the file.
+        began: its first row. spans: in order. posted, landed: when each message was. dumped: when. source: the file.
+        oldest: call and step of its first row, if older ones were dropped.
     """
 
     ring_rank: int
     source: Path
+    began: int
     dumped: int
     oldest: tuple[int, int] | None
     spans: list[Span] = field(default_factory=list)
@@ -145,8 +146,8 @@ class Merged:
     def window(self) -> tuple[int, int]:
         """From when until when all members say what they did; it ends with the first error (ns)."""
         members = self.members.values()
-        starts = [m.spans[0].start for m in members if m.oldest is not None]
-        start = max(starts) if starts else min(m.spans[0].start for m in members)
+        starts = [m.began for m in members if m.oldest is not None]
+        start = max(starts) if starts else min(m.began for m in members)
         return start, max(start, min(m.end for m in members))
 
 
@@ -170,7 +171,7 @@ def read(paths: Iterable[Path]) -> list[Merged]:
         try:
             for log in told["logs"]:
                 name, ranks = log["ring"], tuple(log["ranks"])
-                member = _member(path, told, log, one_clock)
+                member = _member(path, log, one_clock)
                 if member is not None:
                     ring = rings.setdefault((name, ranks), Merged(name, ranks, {}, one_clock))
                     ring.members[member.ring_rank] = _newer(ring.members.get(member.ring_rank), member)
@@ -195,13 +196,16 @@ def _newer(one: Member | None, two: Member) -> Member:
     return two if one is None or two.dumped >= one.dumped else one
 
 
-def _member(path: Path, told: dict[str, Any], log: dict[str, Any], one_clock: bool) -> Member | None:
+def _member(path: Path, log: dict[str, Any], one_clock: bool) -> Member | None:
     rows = [Row(*row) for row in log["rows"]]
     if not rows:
         return None
     clock = "monotonic" if one_clock else "wall"
     first = next(((r.call, r.step) for r in rows if r.phase >= 0), (-1, -1))
-    member = Member(int(log["ring_rank"]), path, int(told[clock]), first if log["full"] else None)
+    began, full = int(getattr(rows[0], clock)), bool(log["full"])
+    member = Member(int(log["ring_rank"]), path, began, int(log[clock]), first if full else None)
+    if not full:
+        member.spans.append(Span(0, State.OUTSIDE, -1, -1, -1))
     member.spans.extend(_spans(member, rows, clock))
     return member
 
@@ -224,7 +228,7 @@ def _spans(member: Member, rows: Sequence[Row], clock: str) -> Iterator[Span]:
             posts.setdefault((row.call, row.phase, row.step, row.moment), []).append(message)
             continue
         batch = tuple(posts.get((row.call, row.phase, row.step, row.moment), ()))
-        if row.what == What.WAIT:
+        if row.what == What.WAIT and batch:  # none: older rows, with its posts, were dropped
             yield Span(time, State.WAITING, call, phase, step, batch)
             continue
         if row.what == What.LANDED:

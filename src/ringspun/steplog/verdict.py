@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 from ringspun.steplog.timeline import Member, Merged, Message, Span, State, partner
 
@@ -60,7 +61,7 @@ class Verdict:
     """What the dumps of one ring say.
 
     Args:
-        now: when the first of them ends (ns): the moment explained. waits: per waiting rank, for whom.
+        now: just before the first of them ends (ns): the moment explained. waits: per waiting rank, for whom.
         root: what most ranks then wait for, if any waits. shares: per member. blame: waiting by root (ns).
     """
 
@@ -91,13 +92,14 @@ class Verdict:
 
 def judge(ring: Merged) -> Verdict:
     """Who waits for whom when the first dump ends, and what all waiting before it was for."""
-    start, now = ring.window
+    start, end = ring.window
+    now = end - 1  # just before the first error, which is where the first dump ends
     waits = {r: _waits_for(ring, r, now) for r, m in ring.members.items() if _is_waiting(m.at(now))}
     roots: Counter[Root] = Counter()
     for r in waits:
         roots.update(_roots(ring, r, now).keys())
     verdict = Verdict(ring, now, waits, None, {r: Share() for r in ring.members})
-    _share_out(verdict, start, now)
+    _share_out(verdict, start, end)
     verdict.root = _own_failure(ring) or (max(roots, key=lambda r: (roots[r], -min(r.ranks))) if roots else None)
     return verdict
 
@@ -121,7 +123,7 @@ def _share_out(verdict: Verdict, start: int, end: int) -> None:
         moments.update(m.posted.values())
         moments.update(m.landed.values())
     cuts = sorted(t for t in moments if start <= t <= end)
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         for r, member in ring.members.items():
             span, share = member.at(a), verdict.shares[r]
             if span.state == State.BUSY:
@@ -163,7 +165,7 @@ def _waits_for(ring: Merged, rank: int, time: int) -> int | None:
     span = ring.members[rank].at(time)
     if span.state == State.TOGETHER:
         late = [r for r in range(ring.size) if r != rank and not _has_come(ring.members.get(r), span.collective, time)]
-        return min(late, key=lambda r: r in ring.members, default=None)
+        return min(late, key=lambda r: (r not in ring.members, r), default=None)
     missing = [m for m in span.messages if not _posted_there(ring, rank, m, time)]
     return min(missing, key=lambda m: m.sends).peer if missing else None
 
@@ -187,6 +189,11 @@ def _posted_there(ring: Merged, rank: int, message: Message, time: int) -> bool:
 
 def _links(ring: Merged, rank: int, span: Span, time: int) -> list[tuple[int, int]]:
     """Links (sender, receiver) whose messages neither end says to be through."""
-    ends = [((rank, m.peer) if m.sends else (m.peer, rank), m) for m in span.messages]
-    open_ = [link for link, m in ends if not ring.members[m.peer].has_landed(partner(m, rank), time)]
-    return open_ or [link for link, _ in ends] or [(rank, rank)]
+    messages = under_way(ring, rank, span, time) or span.messages
+    return [(rank, m.peer) if m.sends else (m.peer, rank) for m in messages] or [(rank, rank)]  # a collective's own
+
+
+def under_way(ring: Merged, rank: int, span: Span, time: int) -> list[Message]:
+    """Of the messages that a rank waits for, those that the other end does not say to be through."""
+    there = [(m, ring.members.get(m.peer)) for m in span.messages]
+    return [m for m, peer in there if peer is None or not peer.has_landed(partner(m, rank), time)]

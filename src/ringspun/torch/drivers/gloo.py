@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -239,8 +240,9 @@ def _mismatch(topic: str, digests: list[bytes], notes: list[dict[str, Any]]) -> 
 
 
 def _first_words(problem: Exception) -> str:
-    """gloo's first line, without its own advice."""
-    return str(problem).splitlines()[0].split(" This may indicate")[0].rstrip(". ") or type(problem).__name__
+    """gloo's first line, without the place in its source and without its own advice."""
+    line = re.sub(r"^\[\S+:\d+\] ", "", str(problem).splitlines()[0])
+    return re.split(r" This (?:may|is) ", line)[0].rstrip(". ") or type(problem).__name__
 
 
 def _state_of(group: dist.ProcessGroup) -> RingState:

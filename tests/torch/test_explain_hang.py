@@ -1,0 +1,200 @@
+"""What merged step logs say, on rings whose time is counted: every verdict here is exact and the same in every run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from virtual_ring import START, CountedKernel, VirtualRing, run
+
+from ringspun import Causal, Contiguous, Full, Zigzag
+from ringspun.cli.explain_hang import app
+from ringspun.errors import DataError, TransferError
+from ringspun.steplog import What, dump
+from ringspun.steplog.page import page
+from ringspun.steplog.timeline import read
+from ringspun.steplog.verdict import Kind, Verdict, judge
+from ringspun.torch import ContextParallel
+
+QUICK, S_NS = 1e-3, 10**9
+
+
+def verdict_of(ring: VirtualRing, folder) -> Verdict:
+    """What the ring's own logs say; other loopbacks of this process may have some too."""
+    rings = {r.name: r for r in read([dump(folder)])}
+    return judge(rings[ring.state.logs[0].ring])
+
+
+def ring_of(size: int, pair_us=lambda rank: 1.0, link_us=lambda a, b: QUICK) -> VirtualRing:
+    return VirtualRing(size, pair_us, link_us)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_contiguous_causal_ring_waits_for_its_last_rank(tmp_path, size):
+    ring = ring_of(size)
+    run(ring, Causal(), Contiguous())
+    verdict = verdict_of(ring, tmp_path)
+    assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.COMPUTE, (size - 1,))
+    shares = [verdict.shares[r].compute for r in range(size)]
+    assert shares == sorted(shares) and verdict.shares[0].peer > 3 * verdict.shares[0].transfer
+    assert "imbalance: " in page(verdict) and f"most for ring rank {size - 1}" in page(verdict)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_zigzag_causal_ring_is_balanced(tmp_path, size):
+    ring = ring_of(size)
+    run(ring, Causal(), Zigzag())
+    verdict = verdict_of(ring, tmp_path)
+    assert verdict.cause is None and "balanced: hardly any waiting" in page(verdict)
+
+
+@pytest.mark.parametrize("slow", [(0, 1), (1, 2), (3, 0)])
+@pytest.mark.parametrize("layout", [Zigzag(), Contiguous()], ids=str)
+def test_a_slow_link_is_named(tmp_path, slow, layout):
+    ring = ring_of(4, link_us=lambda a, b: 3000.0 if (a, b) == slow else QUICK)
+    run(ring, Full(), layout)
+    verdict = verdict_of(ring, tmp_path)
+    assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.LINK, slow)
+    assert "link: " in page(verdict) and f"from ring rank {slow[0]} to ring rank {slow[1]}" in page(verdict)
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_rank_is_named(tmp_path, slow):
+    ring = ring_of(4, pair_us=lambda rank: 3.0 if rank == slow else 1.0)
+    run(ring, Full(), Zigzag())
+    verdict = verdict_of(ring, tmp_path)
+    assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.COMPUTE, (slow,))
+    computes = [share.compute for share in verdict.shares.values()]
+    assert computes[slow] == max(computes) > 1.5 * sum(computes) / 4
+    assert f"most for ring rank {slow}" in page(verdict) and "times the mean" in page(verdict)
+
+
+def test_a_rank_that_comes_late_from_elsewhere_is_named(tmp_path):
+    """A slow data loader, say."""
+    ring = ring_of(3)
+    run(ring, Full(), Zigzag())
+    ring.now[1] += 50_000_000
+    run(ring, Full(), Zigzag(), calls=1)
+    verdict = verdict_of(ring, tmp_path)
+    assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.OUTSIDE, (1,))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_moment_of_every_rank_is_given_to_something_once(tmp_path, size):
+    """The shares of a rank add up to the window, and what was waited for to all waiting."""
+    ring = ring_of(size, lambda rank: 1.0 + rank, lambda a, b: 100.0 * (1 + a))
+    run(ring, Causal(), Zigzag())
+    verdict = verdict_of(ring, tmp_path)
+    start, end = verdict.ring.window
+    for share in verdict.shares.values():
+        assert sum(vars(share).values()) == pytest.approx(end - start)
+    waited = sum(s.peer + s.transfer for s in verdict.shares.values())
+    assert verdict.blame.total() == pytest.approx(waited)
+
+
+def seen_at(verdict: Verdict, time: int) -> Verdict:
+    """The verdict of dumps that all ranks had written at that time (ns)."""
+    for member in verdict.ring.members.values():
+        member.dumped = time
+    return judge(verdict.ring)
+
+
+class StuckOnce(CountedKernel):
+    """Rank 1 takes 10 s for its second step."""
+
+    def forward(self, block, tiles):
+        computed = [r for r in self.ring.state.logs[1].rows if r.what == What.COMPUTE]
+        if self.ring.rank == 1 and len(computed) == 2:
+            self.ring.now[1] += 10 * S_NS
+        return super().forward(block, tiles)
+
+
+def test_a_rank_that_hangs_while_it_computes_is_the_root(tmp_path):
+    ring = ring_of(4)
+    plan = ContextParallel(ring, layout=Zigzag()).plan(12, Full())
+    x = torch.ones(1, 1, 12, 2)
+    plan.attention(x, x, x, kernel=StuckOnce(ring))
+    verdict = seen_at(verdict_of(ring, tmp_path), START + 5 * S_NS)
+    assert verdict.root is not None and (verdict.root.kind, verdict.root.ranks) == (Kind.COMPUTE, (1,))
+    assert verdict.waits == {0: 1, 2: 1}  # rank 3 has all that it needs of rank 1, which passed it on
+    assert "root: ring rank 1 computes step 1 of call 0 (forward), for 5 s so far" in page(verdict)
+    print(page(verdict))
+    assert "from ring rank 1, which has not sent it yet" in page(verdict)
+
+
+class Dropping(VirtualRing):
+    """The first message from rank 2 to rank 0 is posted and never lands."""
+
+    def _match(self, sender, receiver):
+        if (sender, receiver) != (2, 0):
+            super()._match(sender, receiver)
+
+
+def test_a_link_that_drops_messages_is_the_root_and_the_error_leaves_a_log(tmp_path):
+    ring = Dropping(3, lambda rank: 1.0, lambda a, b: QUICK)
+    plan = ContextParallel(ring, layout=Zigzag(), log_dir=tmp_path).plan(12, Full())
+    x = torch.ones(1, 1, 12, 2)
+    with pytest.raises(TransferError, match="every rank must advance") as caught:
+        plan.attention(x, x, x, kernel=CountedKernel(ring))
+    (file,) = tmp_path.glob("ringspun-*.json")
+    assert caught.value.__notes__ == [f"step log: {file}. Run `ringspun explain-hang`."]
+    told = json.loads(file.read_text())
+    assert told["reason"] == "error" and told["failure"].startswith("TransferError: every rank must advance")
+    (merged,) = [r for r in read([file]) if r.name == ring.state.logs[0].ring]
+    for member in merged.members.values():
+        member.spans.pop()  # nobody failed by himself: the loopback did
+    verdict = seen_at(judge(merged), START + S_NS)
+    assert verdict.root is not None and (verdict.root.kind, verdict.root.ranks) == (Kind.LINK, (2, 0))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_reads_a_folder_and_prints_a_page(tmp_path):
+    ring = ring_of(2)
+    run(ring, Causal(), Contiguous())
+    dump(tmp_path)
+    result = CliRunner().invoke(app, [str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "imbalance: " in result.output and "root: " in result.output
+    assert "rank   compute  waits: peers  transfer  between calls   where it is" in result.output
+
+
+def test_the_command_prints_data(tmp_path):
+    ring = ring_of(2)
+    run(ring, Causal(), Contiguous())
+    result = CliRunner().invoke(app, ["--json", str(dump(tmp_path))])
+    told = {r["ring"]: r for r in json.loads(result.output)}[ring.state.logs[0].ring]
+    assert told["cause"] == {"kind": "imbalance", "ranks": [1]} and told["absent"] == []
+    assert set(told["ranks"]["0"]) == {"compute", "peer", "transfer", "outside", "where"}
+
+
+BAD = {
+    "no file": None,
+    "no JSON": "{",
+    "another JSON": "[1]",
+    "another format": '{"format": 99}',
+    "rows that are none": '{"format": 1, "boot": "", "columns": COLUMNS, "logs": [{"ring": "", "ranks": [0, 1], '
+    '"ring_rank": 0, "full": false, "monotonic": 1, "wall": 1, "rows": [[1]]}]}',
+    "nothing": '{"format": 1, "boot": "", "columns": COLUMNS, "logs": []}',
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_dump_is_refused(tmp_path, kind):
+    from ringspun.steplog import Row
+
+    file = tmp_path / "ringspun-x.json"
+    if BAD[kind] is not None:
+        file.write_text(BAD[kind].replace("COLUMNS", json.dumps(Row._fields)))
+    with pytest.raises(DataError, match=r"dumps? must "):
+        read([file])
+    result = CliRunner().invoke(app, [str(file)])
+    assert result.exit_code == 2 and "ringspun explain-hang: dump" in result.output
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    result = CliRunner().invoke(app, [str(tmp_path)])
+    assert result.exit_code == 2 and "must get at least one dump" in result.output
