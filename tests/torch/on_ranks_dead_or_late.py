@@ -194,3 +194,35 @@ def end_of_a_rank(rank: int, size: int, port: int, fault: Fault) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     kind, words, _ = suffer(rank, fault)
     raise {"PeerError": RuntimeError}.get(kind, ArithmeticError)(words)
+
+
+def in_step(rank: int, victim: int) -> tuple[bool, str, str]:
+    """Two contexts, one of which keeps its ranks in step: whether their bits are the same. Then one rank sleeps in a
+    step; kind and words of what this rank hears."""
+    plans = [
+        ContextParallel(timeout_s=timeout_s, sync_steps=together).plan(S, Causal())
+        for together, timeout_s in ((False, 20), (True, TIMEOUT_S))
+    ]
+    generator = torch.Generator().manual_seed(rank)
+    shape = (1, 2, plans[0].partition.local_tokens, 4)
+    x = [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
+    results = []
+    for plan in plans:
+        out = plan.attention(*x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    fault = Fault("sleep", "forward", victim, tuple(range(dist.get_world_size())), "")
+    try:
+        plans[1].attention(*x, kernel=Trap(fault, rank == victim))
+    except Exception as error:
+        return same, type(error).__name__, str(error)
+    return same, "nothing", ""
+
+
+def unlike(rank: int) -> tuple[str, str]:
+    """Rank 2 alone wants to be kept in step."""
+    try:
+        ContextParallel(timeout_s=20, sync_steps=rank == 2).plan(S, Causal())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

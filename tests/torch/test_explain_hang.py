@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 from virtual_ring import START, CountedKernel, VirtualRing, run
 
-from ringspun import Causal, Contiguous, Full, Zigzag
+from ringspun import Causal, Contiguous, Full, Window, Zigzag
 from ringspun.cli.explain_hang import app
 from ringspun.errors import DataError, TransferError
 from ringspun.steplog import What, dump
@@ -51,10 +53,11 @@ def test_a_zigzag_causal_ring_is_balanced(tmp_path, size):
 
 
 @pytest.mark.parametrize("slow", [(0, 1), (1, 2), (3, 0)])
-@pytest.mark.parametrize("layout", [Zigzag(), Contiguous()], ids=str)
-def test_a_slow_link_is_named(tmp_path, slow, layout):
+@pytest.mark.parametrize(("layout", "calls"), [(Zigzag(), 2), (Contiguous(), 2), (Zigzag(), 12)], ids=str)
+def test_a_slow_link_is_named(tmp_path, slow, layout, calls):
+    """With 12 calls older rows are gone."""
     ring = ring_of(4, link_us=lambda a, b: 3000.0 if (a, b) == slow else QUICK)
-    run(ring, Full(), layout)
+    run(ring, Full(), layout, calls=calls)
     verdict = verdict_of(ring, tmp_path)
     assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.LINK, slow)
     assert "link: " in page(verdict) and f"from ring rank {slow[0]} to ring rank {slow[1]}" in page(verdict)
@@ -81,12 +84,22 @@ def test_a_rank_that_comes_late_from_elsewhere_is_named(tmp_path):
     assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.OUTSIDE, (1,))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_moment_of_every_rank_is_given_to_something_once(tmp_path, size):
-    """The shares of a rank add up to the window, and what was waited for to all waiting."""
-    ring = ring_of(size, lambda rank: 1.0 + rank, lambda a, b: 100.0 * (1 + a))
-    run(ring, Causal(), Zigzag())
-    verdict = verdict_of(ring, tmp_path)
+@settings(max_examples=12)
+@given(
+    st.integers(2, 5),
+    st.lists(st.floats(0.1, 5), min_size=5, max_size=5),
+    st.lists(st.floats(QUICK, 500), min_size=5, max_size=5),
+    st.sampled_from([Causal(), Full(), Window(9)]),
+    st.sampled_from([Contiguous(), Zigzag()]),
+    st.integers(1, 8),
+)
+def test_every_moment_of_every_rank_is_given_to_something_once(
+    tmp_path_factory, size, pairs, links, mask, layout, calls
+):
+    """The shares of a rank add up to the window, and what was waited for to all waiting; also where the log is full."""
+    ring = ring_of(size, lambda rank: pairs[rank], lambda a, b: links[(a + 2 * b) % 5])
+    run(ring, mask, layout, calls=calls, tokens=20)
+    verdict = verdict_of(ring, tmp_path_factory.mktemp("logs"))
     start, end = verdict.ring.window
     for share in verdict.shares.values():
         assert sum(vars(share).values()) == pytest.approx(end - start)

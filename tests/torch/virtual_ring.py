@@ -19,7 +19,7 @@ START = 10**15
 
 
 class VirtualRing(Loopback):
-    """Args: pair_us: what a pair of tokens costs a ring rank. link_us: what a message takes from one rank to another."""
+    """Args: pair_us: what a pair of tokens costs a ring rank. link_us: what a message takes from rank to rank."""
 
     def __init__(self, size: int, pair_us: Callable[[int], float], link_us: Callable[[int, int], float]) -> None:
         super().__init__(size, seed=size)
