@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,29 +139,30 @@ def hang_and_tell(rank: int, folder: str) -> dict[str, Any]:
 
 
 class SlowLink(Gloo):
-    """Messages from one rank to another leave late."""
+    """Messages from one rank to another leave late, one after the other."""
 
-    def __init__(self, sender: int, receiver: int, late_s: float) -> None:
-        super().__init__(dist.group.WORLD, timeout_s=20)
-        self.slow, self.late_s = (sender, receiver), late_s
+    def __init__(self, group: dist.ProcessGroup, sender: int, receiver: int, late_s: float) -> None:
+        super().__init__(group, timeout_s=20)
+        self.slow, self.late_s, self.line = (sender, receiver), late_s, ThreadPoolExecutor(1)
 
     def _post(self, transfers):
         late = [t for t in transfers if t.action == Action.SEND and (self.ring_rank, t.peer) == self.slow]
         ticket = super()._post([t for t in transfers if t not in late])
-        for t in late:
-            ticket.works.append(_Late(lambda t=t: super(SlowLink, self)._post([t]).works[0], self.late_s))
-            ticket.whats.append(t.what)
+        ticket.works += [_Late(self.line.submit(self._post_late, t)) for t in late]
+        ticket.whats += [t.what for t in late]
         return ticket
+
+    def _post_late(self, transfer):
+        time.sleep(self.late_s)
+        return super()._post([transfer]).works[0]
 
 
 class _Late:
-    def __init__(self, post: Callable[[], Any], late_s: float) -> None:
-        self.thread = threading.Timer(late_s, lambda: setattr(self, "work", post()))
-        self.thread.start()
+    def __init__(self, work: Future) -> None:
+        self.work = work
 
     def wait(self, timeout):
-        self.thread.join()
-        return self.work.wait(timeout)
+        return self.work.result().wait(timeout)
 
 
 class PairByPair(AtenCpu):
@@ -178,7 +179,8 @@ class PairByPair(AtenCpu):
 
 def leave_logs(rank: int, folder: str, slow: tuple[int, int] | None) -> None:
     """A contiguous causal ring, or a balanced one with a slow link."""
-    driver = dist.group.WORLD if slow is None else SlowLink(*slow, 0.03)
+    group = dist.new_group(list(range(dist.get_world_size())))
+    driver = group if slow is None else SlowLink(group, *slow, 0.03)
     context = ContextParallel(driver, layout=Contiguous() if slow is None else Zigzag(), timeout_s=20)
     plan = context.plan(48, Causal())
     x = torch.ones(1, 1, plan.partition.local_tokens, 2, requires_grad=True)

@@ -42,7 +42,7 @@ def check(fault: Fault, outcomes: dict[int, tuple[str, str, float]]) -> None:
             assert f"ring rank {fault.victim} has not been heard of" in words
         else:
             assert re.search(
-                r"K?D?KV of ring rank \d at step \d (from|to) ring rank \d must finish within 1 s; ", words
+                r"K?D?KV of ring rank \d at step \d of call \d (from|to) ring rank \d must finish within 1 s; ", words
             )
         if fault.how == "raise" and fault.where in ("forward", "backward"):
             assert f"ring rank {fault.victim} reported ArithmeticError: the victim's own words" in words
@@ -126,17 +126,17 @@ def test_a_rank_that_hangs_in_gloo_dumps_at_the_signal(tmp_path):
 
 def test_the_logs_of_a_contiguous_causal_ring_say_imbalance(pools, tmp_path):
     pools(3).run(leave_logs, str(tmp_path), None)
-    cause = judge(*of_world(tmp_path)).cause
+    cause = judge(*newest(tmp_path)).cause
     assert cause is not None and (cause.kind, cause.ranks) == (Kind.COMPUTE, (2,))
 
 
 def test_the_logs_of_a_ring_with_a_slow_link_say_link(pools, tmp_path):
     pools(3).run(leave_logs, str(tmp_path), (1, 2))
-    cause = judge(*of_world(tmp_path)).cause
+    cause = judge(*newest(tmp_path)).cause
     assert cause is not None and (cause.kind, cause.ranks) == (Kind.LINK, (1, 2))
 
 
-def of_world(folder: Path):
-    """The default group's; a pool's processes hold logs of other groups, and of what was run before."""
+def newest(folder: Path):
+    """The newest ring's; a pool's processes hold logs of other groups too."""
     rings = read(sorted(folder.glob("*.json")))
     return [max(rings, key=lambda r: r.window[1])]

@@ -20,7 +20,7 @@ from itertools import pairwise
 from ringspun.steplog.timeline import Member, Merged, Message, Span, State, partner
 
 NOTABLE = 0.05
-"""Share of all ranks' time below which waiting is not worth a verdict."""
+"""Share of the time inside of calls below which waiting is not worth a verdict."""
 
 
 class Kind(Enum):
@@ -83,8 +83,8 @@ class Verdict:
     @property
     def cause(self) -> Root | None:
         """What most of the waiting in the whole window was for; None where little was waited."""
-        start, end = self.ring.window
-        if self.blame.total() <= NOTABLE * (end - start) * len(self.shares):
+        inside = sum(s.compute + s.peer + s.transfer for s in self.shares.values())
+        if self.blame.total() <= NOTABLE * inside:
             return None
         kind = self.waited.most_common(1)[0][0]
         return max((r for r in self.blame if r.kind == kind), key=lambda r: self.blame[r])
