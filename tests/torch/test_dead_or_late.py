@@ -44,6 +44,8 @@ def check(fault: Fault, outcomes: dict[int, tuple[str, str, float]]) -> None:
             assert re.search(
                 r"K?D?KV of ring rank \d at step \d of call \d (from|to) ring rank \d must finish within 1 s; ", words
             )
+        if fault.how == "kill" and fault.where != "before":  # who waited for a living neighbour quotes that one
+            assert re.search(rf"(from|to) ring rank {fault.victim} must finish within 1 s", words), words
         if fault.how == "raise" and fault.where in ("forward", "backward"):
             assert f"ring rank {fault.victim} reported ArithmeticError: the victim's own words" in words
 

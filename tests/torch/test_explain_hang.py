@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from ringspun.cli.explain_hang import app
 from ringspun.errors import DataError, TransferError
 from ringspun.steplog import What, dump
 from ringspun.steplog.page import page
-from ringspun.steplog.timeline import read
+from ringspun.steplog.timeline import Member, Message, read
 from ringspun.steplog.verdict import Kind, Verdict, judge
 from ringspun.torch import ContextParallel
 
+TRUST = Path(__file__).parents[2] / "docs" / "trust.md"
 QUICK, S_NS = 1e-3, 10**9
 
 
@@ -60,6 +62,7 @@ def test_a_slow_link_is_named(tmp_path, slow, layout, calls):
     run(ring, Full(), layout, calls=calls)
     verdict = verdict_of(ring, tmp_path)
     assert verdict.cause is not None and (verdict.cause.kind, verdict.cause.ranks) == (Kind.LINK, slow)
+    assert verdict.blame[verdict.cause] > 0.9 * verdict.blame.total()
     assert "link: " in page(verdict) and f"from ring rank {slow[0]} to ring rank {slow[1]}" in page(verdict)
 
 
@@ -133,8 +136,9 @@ def test_a_rank_that_hangs_while_it_computes_is_the_root(tmp_path):
     assert verdict.root is not None and (verdict.root.kind, verdict.root.ranks) == (Kind.COMPUTE, (1,))
     assert verdict.waits == {0: 1, 2: 1}  # rank 3 has all that it needs of rank 1, which passed it on
     assert "root: ring rank 1 computes step 1 of call 0 (forward), for 5 s so far" in page(verdict)
-    print(page(verdict))
     assert "from ring rank 1, which has not sent it yet" in page(verdict)
+    verdict.ring.name = "0"
+    assert f"```text\n{page(verdict)}\n```" in TRUST.read_text(encoding="utf-8")
 
 
 class Dropping(VirtualRing):
@@ -160,6 +164,20 @@ def test_a_link_that_drops_messages_is_the_root_and_the_error_leaves_a_log(tmp_p
         member.spans.pop()  # nobody failed by himself: the loopback did
     verdict = seen_at(judge(merged), START + S_NS)
     assert verdict.root is not None and (verdict.root.kind, verdict.root.ranks) == (Kind.LINK, (2, 0))
+
+
+def test_what_is_older_than_a_log_has_been_posted():
+    """Its row was dropped, so that nobody is blamed for it."""
+    member = Member(0, Path(), 0, 0, oldest=(5, 2))
+
+    def message(call: int, step: int) -> Message:
+        return Message(True, 1, (call, 0, 0, step, 3))
+
+    assert [member.has_posted(message(*at), 9) for at in ((4, 7), (5, 1), (5, 2), (6, 0))] == [True, True, False, False]
+    member.posted[message(6, 0)] = 7
+    assert [member.has_posted(message(6, 0), time) for time in (6, 7)] == [False, True]
+    member.oldest = None
+    assert not member.has_posted(message(4, 7), 9)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

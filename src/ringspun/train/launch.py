@@ -22,6 +22,7 @@ from torch import distributed as dist
 from ringspun.core.host import cores, end_with_parent
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError, LaunchError, PeerError, RingBroken, RingspunError
+from ringspun.steplog import FOLDER_VARIABLE, dump_on_signal
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
@@ -89,6 +90,8 @@ def _process_group() -> Iterator[None]:
     if not _joined():
         yield
         return
+    if FOLDER_VARIABLE in os.environ:
+        dump_on_signal()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     try:
         yield
