@@ -15,7 +15,7 @@ from virtual_ring import START, CountedKernel, VirtualRing, run
 from ringspun import Causal, Contiguous, Full, Window, Zigzag
 from ringspun.cli.explain_hang import app
 from ringspun.errors import DataError, TransferError
-from ringspun.steplog import What, dump
+from ringspun.steplog import Row, What, dump
 from ringspun.steplog.page import page
 from ringspun.steplog.timeline import Member, Message, read
 from ringspun.steplog.verdict import Kind, Verdict, judge
@@ -142,10 +142,12 @@ def test_a_rank_that_hangs_while_it_computes_is_the_root(tmp_path):
 
 
 class Dropping(VirtualRing):
-    """The first message from rank 2 to rank 0 is posted and never lands."""
+    """No message over one link ever lands."""
+
+    ends = (2, 0)
 
     def _match(self, sender, receiver):
-        if (sender, receiver) != (2, 0):
+        if (sender, receiver) != self.ends:
             super()._match(sender, receiver)
 
 
@@ -178,6 +180,49 @@ def test_what_is_older_than_a_log_has_been_posted():
     assert [member.has_posted(message(6, 0), time) for time in (6, 7)] == [False, True]
     member.oldest = None
     assert not member.has_posted(message(4, 7), 9)
+
+
+def by_rank(ring: VirtualRing, folder, *, machines: int = 1) -> list[Path]:
+    """The ring's dump as one file per rank, dealt to machines whose monotonic clocks have nothing in common."""
+    told = json.loads(dump(folder / "whole").read_text())
+    files = []
+    for log in (x for x in told["logs"] if x["ring"] == ring.state.logs[0].ring):
+        machine = log["ring_rank"] % machines
+        at, shift = Row._fields.index("monotonic"), machine * 10**13
+        log["monotonic"] += shift
+        log["rows"] = [[*row[:at], row[at] + shift, *row[at + 1 :]] for row in log["rows"]]
+        file = folder / f"rank{log['ring_rank']}.json"
+        file.write_text(json.dumps({**told, "boot": f"machine {machine}", "logs": [log]}))
+        files.append(file)
+    return files
+
+
+def test_ranks_of_two_machines_are_compared_by_wall_clocks(tmp_path):
+    ring = ring_of(4, link_us=lambda a, b: 3000.0 if (a, b) == (1, 2) else QUICK)
+    run(ring, Full(), Zigzag())
+    whole = verdict_of(ring, tmp_path)
+    (merged,) = read(by_rank(ring, tmp_path, machines=2))
+    apart = judge(merged)
+    assert "wall clocks of several machines" in page(apart) and "one clock" in page(whole)
+    assert (apart.blame, apart.shares) == (whole.blame, whole.shares)
+
+
+@pytest.mark.parametrize("dead", range(3))
+def test_a_rank_without_a_dump_is_the_root_of_those_that_wait_for_it(tmp_path, dead):
+    ring = Dropping(3, lambda rank: 1.0, lambda a, b: QUICK)
+    ring.ends = (dead, (dead + 1) % 3)
+    plan = ContextParallel(ring, layout=Zigzag()).plan(12, Full())
+    x = torch.ones(1, 1, 12, 2)
+    with pytest.raises(TransferError):
+        plan.attention(x, x, x, kernel=CountedKernel(ring))
+    files = by_rank(ring, tmp_path)
+    (merged,) = read(files[:dead] + files[dead + 1 :])
+    for member in merged.members.values():
+        member.spans.pop()
+    verdict = seen_at(judge(merged), START + S_NS)
+    assert verdict.root is not None and (verdict.root.kind, verdict.root.ranks) == (Kind.ABSENT, (dead,))
+    assert merged.absent == [dead]
+    assert f"root: ring rank {dead} left no dump" in page(verdict) and "gone: 100 %" in page(verdict)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -215,8 +260,6 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_what_is_no_dump_is_refused(tmp_path, kind):
-    from ringspun.steplog import Row
-
     file = tmp_path / "ringspun-x.json"
     if BAD[kind] is not None:
         file.write_text(BAD[kind].replace("COLUMNS", json.dumps(Row._fields)))

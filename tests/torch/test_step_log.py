@@ -16,6 +16,7 @@ from ringspun.errors import PlanError, TransferError
 from ringspun.steplog import FOLDER_VARIABLE, StepLog, What, dump, dump_on_signal
 from ringspun.steplog.log import KEPT
 from ringspun.torch import ContextParallel, Loopback
+from ringspun.torch.drivers.place import module_words
 
 
 def tensors(tokens: int) -> list[torch.Tensor]:
@@ -159,7 +160,34 @@ def test_a_ring_of_one_is_in_no_dump(tmp_path):
     assert alone.state.logs[0].ring not in {x["ring"] for x in told["logs"]}
 
 
+@pytest.mark.parametrize("wrong", [1, b"logs", True])
+def test_a_folder_is_a_path(wrong):
+    with pytest.raises(PlanError, match="log_dir must be a path; got "):
+        ContextParallel(Loopback(2), log_dir=wrong)
+
+
 @pytest.mark.parametrize("wrong", [1, "yes", None])
 def test_sync_steps_is_yes_or_no(wrong):
     with pytest.raises(PlanError, match="sync_steps must be True or False"):
         ContextParallel(Loopback(2), sync_steps=wrong)
+
+
+class Inner(torch.nn.Module):
+    def forward(self) -> str:
+        return module_words()
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Identity(), Inner()])
+
+    def forward(self) -> str:
+        return self.layers[1]()
+
+
+def test_the_module_that_is_running_is_named():
+    """The innermost, by its name in the outermost."""
+    assert module_words() == ""
+    assert Inner()() == ", in Inner"
+    assert Outer()() == ", in layers.1 of Outer"

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from ringspun.cli.train import app
 from ringspun.errors import ConfigError, LaunchError
+from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.train import launch
 from ringspun.train.launch import Job, start_ranks
 from ringspun.train.loop import Hooks
@@ -148,10 +149,14 @@ def test_joins_a_job_that_was_started_elsewhere(tmp_path: Path, monkeypatch: pyt
         "MASTER_PORT": "0",
     }.items():
         monkeypatch.setenv(name, value)
+    asked: list[bool] = []
+    monkeypatch.setattr(launch, "dump_on_signal", lambda: asked.append(True))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "logs"))
     launch.launch(Job(tiny_config(tmp_path / "run"), corpus))
     assert len(losses(tmp_path / "run")) == 6
     with pytest.raises(ConfigError, match="ranks must be the 1 processes that torchrun started; got 3"):
         launch.launch(Job(tiny_config(tmp_path / "other", ranks=3), corpus))
+    assert asked == [True], "with a folder for step logs a rank dumps its own at a signal"
 
 
 def command(*arguments: str | Path):

@@ -79,6 +79,8 @@ class ContextParallel:
         self.driver = _driver(group, timeout_s)
         folder = os.environ.get(FOLDER_VARIABLE) if log_dir is None else log_dir
         if folder is not None:
+            if not isinstance(folder, str | os.PathLike):
+                raise PlanError(f"log_dir must be a path; got {folder!r}.")
             self.driver.state.log_dir = os.path.abspath(folder)
         self.pool = BufferPool()
         self._number: int | None = None
