@@ -57,7 +57,7 @@ class Row(NamedTuple):
         call: its number on the ring; of `AGREE`, the agreement's. phase: 0 forward; backward: 1 + the number of its
             forward call; -1: no call. what: a `What`. step: of the schedule. moment: of the messages.
         payload, source: what they carry. peer: ring rank at the other end. n_bytes: their length.
-        monotonic, wall: when (ns). words: what is agreed on, or what failed.
+        monotonic: when (ns). words: what is agreed on, or what failed.
     """
 
     call: int
@@ -70,7 +70,6 @@ class Row(NamedTuple):
     peer: int
     n_bytes: int
     monotonic: int
-    wall: int
     words: str
 
 
@@ -96,8 +95,8 @@ class StepLog:
         source: int = -1, peer: int = -1, n_bytes: int = 0, words: str = "",
     ) -> None:  # fmt: skip
         """Add one row; see `Row`."""
-        times = self.monotonic(), self.wall()
-        self._rows.append((call, phase, what, step, moment, payload, source, peer, n_bytes, *times, words))
+        now = self.monotonic()  # the wall's time is added when it is asked for: clocks are most of a row's cost
+        self._rows.append((call, phase, what, step, moment, payload, source, peer, n_bytes, now, words))
 
     def agree(self, words: str) -> int:
         """An agreement on `words` begins; its number."""
@@ -119,7 +118,7 @@ class StepLog:
         return "before call 0"
 
     def as_data(self) -> dict[str, Any]:
-        """For a dump, at its time; `full`: whether older rows were dropped, or will be by the next."""
+        """For a dump, with both clocks at its time; `full`: whether older rows were dropped, or will be by the next."""
         rows = self.rows
         told = {"ring": self.ring, "ranks": self.ranks, "ring_rank": self.ring_rank, "rows": rows}
         return told | {"full": len(rows) == self._rows.maxlen, "monotonic": self.monotonic(), "wall": self.wall()}

@@ -200,23 +200,23 @@ def _member(path: Path, log: dict[str, Any], one_clock: bool) -> Member | None:
     rows = [Row(*row) for row in log["rows"]]
     if not rows:
         return None
-    clock = "monotonic" if one_clock else "wall"
+    shift = 0 if one_clock else int(log["wall"]) - int(log["monotonic"])
     first = next(((r.call, r.step) for r in rows if r.phase >= 0), (-1, -1))
-    began, full = int(getattr(rows[0], clock)), bool(log["full"])
-    member = Member(int(log["ring_rank"]), path, began, int(log[clock]), first if full else None)
+    began, dumped, full = rows[0].monotonic + shift, int(log["monotonic"]) + shift, bool(log["full"])
+    member = Member(int(log["ring_rank"]), path, began, dumped, first if full else None)
     if not full:
         member.spans.append(Span(0, State.OUTSIDE, -1, -1, -1))
-    member.spans.extend(_spans(member, rows, clock))
+    member.spans.extend(_spans(member, rows, shift))
     return member
 
 
-def _spans(member: Member, rows: Sequence[Row], clock: str) -> Iterator[Span]:
+def _spans(member: Member, rows: Sequence[Row], shift: int) -> Iterator[Span]:
     """Spans from rows; fills in the member's posted and landed messages on the way."""
     call, phase, step = -1, -1, -1
     inside = False
     posts: dict[tuple[int, int, int, int], list[Message]] = {}
     for row in rows:
-        time = int(getattr(row, clock))
+        time = int(row.monotonic) + shift
         if row.phase >= 0:
             if (row.call, row.phase) != (call, phase):
                 call, phase, step = row.call, row.phase, -1
