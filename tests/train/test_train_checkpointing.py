@@ -63,7 +63,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 
 def test_newest_are_kept(tmp_path: Path) -> None:
-    for step in (2, 10, 4):
+    for step in (2, 4, 10):
         write(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000010"]
     assert latest(tmp_path / "nowhere", warn=ignore) is None

@@ -14,11 +14,11 @@ from training_runs import losses, tiny_config, write_text
 from ringspun import Zigzag
 from ringspun.errors import CheckpointError, DataError, NonFiniteError
 from ringspun.train.data import find_text
+from ringspun.train.log import Log
 from ringspun.train.loop import Hooks, Run, TrainState, learning_rate, train
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import build_model
 from ringspun.train.proof import Proof, prove
-from ringspun.train.report import _keep_until
 
 
 class Stop(Exception):
@@ -110,7 +110,7 @@ def test_fewer_steps_than_done_are_refused_and_as_many_are_told(
 def test_an_odd_line_ends_an_old_log(tmp_path: Path, line: str) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 1, "loss": 2.0}\n' + line + '\n{"step": 2, "loss": 1.0}\n')
-    assert _keep_until(log, 5) == [{"step": 1, "loss": 2.0}]
+    assert Log(log, done=5).records == [{"step": 1, "loss": 2.0}]
 
 
 @pytest.mark.parametrize(
