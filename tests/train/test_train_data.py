@@ -71,12 +71,6 @@ def test_folders_are_read_in_a_fixed_order(tmp_path: Path) -> None:
     assert find_text(tmp_path / "a" / "z.csv").tokens == len("a/z.csv") + 1  # one file is read whatever its name
 
 
-def test_digest_sees_other_files(tmp_path: Path) -> None:
-    before = write_text(tmp_path).digest
-    (tmp_path / "doc0.txt").write_text("longer than it was, certainly")
-    assert find_text(tmp_path).digest != before
-
-
 def test_bad_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data must exist; got .*nowhere"):
         find_text(tmp_path / "nowhere")

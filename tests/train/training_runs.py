@@ -71,6 +71,23 @@ def losses(output: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
+def same_bits(output: Path, other: Path) -> bool:
+    """Whether two runs logged the same losses and norms, and end in the same checkpoint: every bit of weights,
+    optimizer and generator, and the same place in the data.
+    """
+
+    def end(folder: Path) -> tuple[Any, ...]:
+        last = max((folder / "checkpoints").iterdir())
+        state = json.loads((last / "state.json").read_text())
+        tensors = {path.name: path.read_bytes() for path in last.rglob("*.safetensors")}
+        assert len(tensors) == 3
+        records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        logged = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records]
+        return last.name, logged, tensors, state["position"], state["data"]
+
+    return end(output) == end(other)
+
+
 def world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
