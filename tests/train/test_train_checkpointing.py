@@ -4,7 +4,10 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -204,6 +207,49 @@ def test_tensors_that_cannot_be_read_are_refused(two: Path, tmp_path: Path, text
     model, optimizer = model_and_optimizer()
     with pytest.raises(CheckpointError, match=r"step-000002 must be readable; optimizer\.safetensors: "):
         restore(found, model=model, optimizer=optimizer)
+
+
+class Bomb:
+    """A pickle that touches a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+UNPICKLED: list[str] = []
+WATCHING: list[bool] = []  # a hook cannot be taken off
+
+
+def watch(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "pickle.find_class" and WATCHING:
+        UNPICKLED.append(str(arguments))
+
+
+def test_no_pickle_in_a_checkpoint_is_loaded(two: Path, tmp_path: Path) -> None:
+    """In the place of any file, under a manifest that fits; nor anything else when a whole one is restored."""
+    sys.addaudithook(watch)
+    WATCHING.append(True)
+    bomb, mark = pickle.dumps(Bomb(tmp_path / "mark")), tmp_path / "mark"
+    try:
+        for number, file in enumerate([*FILES, "model/pytorch_model.bin", "model/extra.pt"]):
+            folder = tmp_path / str(number)
+            shutil.copytree(two / "step-000002", folder / "step-000002")
+            (folder / "step-000002" / file).write_bytes(bomb)
+            if file != "manifest.json":
+                checkpointing._write_manifest(folder / "step-000002")
+            with suppress(CheckpointError):
+                found = latest(folder, warn=ignore)
+                assert found is not None
+                model, optimizer = model_and_optimizer()
+                restore(found, model=model, optimizer=optimizer)
+        assert UNPICKLED == [] and not mark.exists()
+        pickle.loads(bomb)
+        assert len(UNPICKLED) > 0 and mark.exists()  # it would have been seen
+    finally:
+        WATCHING.clear()
 
 
 def test_what_was_restored_does_not_hang_on_the_file(two: Path, tmp_path: Path) -> None:
