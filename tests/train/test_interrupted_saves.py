@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tiny_checkpoints import names, no_space, save_tiny, spoil_everywhere, whole_step
+from training_runs import tiny_config, write_text
 
 from ringspun.errors import CheckpointError
 from ringspun.testing.pool import RankPool
-from ringspun.train import checkpointing
+from ringspun.train import checkpointing, launch
 from ringspun.train.checkpointing import latest, tidy
+from ringspun.train.launch import Job
 
 HOWS = ["kill at events", "kill in writes", "no space at events", "no space in writes"]
 
@@ -133,3 +136,15 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match=r"got: No space left on device\. Free space there, then run"):
         save_tiny(tmp_path, 4)
     assert names(tmp_path) == ["step-000002"]
+
+
+def test_leftovers_are_gone_before_a_run_needs_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    save_tiny(checkpoints, 4)
+    shutil.copytree(checkpoints / "step-000004", checkpoints / ".writing-step-000006")
+    (checkpoints / ".removing-step-000002").mkdir()
+    seen: list[list[str]] = []
+    monkeypatch.setattr(launch, "find_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "work", lambda _: seen.append(names(checkpoints)))
+    launch.launch(Job(tiny_config(tmp_path / "run"), write_text(tmp_path / "text")))
+    assert seen == [["step-000004"]]
