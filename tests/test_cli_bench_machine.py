@@ -85,9 +85,8 @@ def test_a_sweep_ends_at_the_first_length_from_which_a_ring_pays(monkeypatch):
 
 
 def test_utilisation_is_what_the_busiest_rank_sends_over_the_links_peak(monkeypatch, tmp_path):
-    """Two ranks of 4 tokens, one head of 2, float32: K and V 64 bytes each with a header, forward and backward, and
-    dK, dV."""
-    message = 64 + 64 + 64
+    """Two ranks of 4 tokens, one head of 2, float32: K and V of 64 bytes each, forward and backward, and dK, dV."""
+    message = 64 + 64 + 64 + 64  # header, K, V, end mark
     Links(2, Link((1000,), (1e-3,), (1e-3,))).save(tmp_path / "links.json")  # a megabyte a second
     monkeypatch.setattr(
         bench,
