@@ -137,7 +137,7 @@ class _Mail:
             else:
                 expected.append((buffer, header, peer))
             what = f"{payload.name} of ring rank {source} at step {step}"
-            transfers.append(Transfer(action, peer, buffer, what))
+            transfers.append(Transfer(action, peer, buffer, what, header))
         if transfers:
             self._open[moment] = ((yield transfers), expected)
 
