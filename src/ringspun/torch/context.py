@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 
+from ringspun.core.checks import Checks
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
@@ -32,7 +33,6 @@ from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
 
-CHECKS = ("header",)
 KEPT_READY = 4
 """Of the last new options of calls, how many a new plan is ready for."""
 
@@ -44,7 +44,8 @@ class ContextParallel:
         group: a gloo process group (any world ranks; its order is the ring's order), a one-dimensional `DeviceMesh`, a
             `Loopback`, or None: the default group, or this process alone where torch.distributed is not initialised.
         layout: the rule that deals tokens to ranks. route: how blocks travel: "auto" or a `Route`.
-        checks: "header": every message carries a header that the receiver compares with its own schedule.
+        checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
+            and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
     Raises:
         PlanError: a group that cannot be used.
@@ -59,8 +60,7 @@ class ContextParallel:
         checks: str = "header",
         timeout_s: float = 600.0,
     ) -> None:
-        if checks not in CHECKS:
-            raise PlanError(f"checks must be one of {CHECKS}; got {checks!r}.")
+        self.checks = Checks.parse(checks)
         if not (route == "auto" or isinstance(route, Route)):
             raise PlanError(f"route must be 'auto' or a Route; got {route!r}.")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e7:
@@ -177,10 +177,8 @@ class ContextParallel:
         return Plan(self, sides, mask, schedules)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
-        number = self.number
-        self.driver.agree(
-            "the plan", digest_of((inputs, number)), {**fields, "context of the group": str(number)}, failure
-        )
+        shared = {"context of the group": str(self.number), "checks": str(self.checks)}
+        self.driver.agree("the plan", digest_of((inputs, shared)), {**fields, **shared}, failure)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a place in a ring cannot be doubled; models that hold one are copied

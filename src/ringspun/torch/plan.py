@@ -62,7 +62,7 @@ class Plan:
         self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
-        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id)
+        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, context.checks)
         self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry

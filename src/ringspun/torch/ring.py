@@ -10,15 +10,18 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import HEADER_BYTES, Format, Header, Payload
+from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, Header, Payload
 from ringspun.errors import TransferError
 from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
+from ringspun.torch.checksum import checksum
 from ringspun.torch.drivers.base import RankProgram, Transfer
 from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.softmax import RunningSoftmax
@@ -36,6 +39,7 @@ class Job:
         pool: where buffers come from. terms: what enters beside q, k, v. bias: this rank's, where there is one.
         plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
             backward 1 + the number of the forward call that it belongs to.
+        sums: whether messages carry checksums.
     """
 
     schedule: Schedule
@@ -48,6 +52,7 @@ class Job:
     plan_id: int
     call: int
     phase: int
+    sums: bool
 
     def block(self, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
         """Local queries and the block of ring rank `source`."""
@@ -131,30 +136,25 @@ class _Mail:
             header = Header(self._job.plan_id, self._job.call, self._job.phase, payload, step, source, buffer.numel())
             action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
             if action == Action.SEND:
-                if row[MessageColumn.SLOT] == OWN:
+                own = row[MessageColumn.SLOT] == OWN
+                if own:
                     self._pack(buffer, payload)
-                buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
+                self._seal(buffer, header, relayed=payload == Payload.KV and not own)
             else:
                 expected.append((buffer, header, peer))
-            what = f"{payload.name} of ring rank {source} at step {step}"
+            what = f"{payload.name} of ring rank {source} at step {step} of call {self._job.call}"
             transfers.append(Transfer(action, peer, buffer, what, header))
         if transfers:
             self._open[moment] = ((yield transfers), expected)
 
     def wait(self, moment: Moment) -> Flow:
-        """Wait for what was last posted at `moment`, and read the headers of what came."""
+        """Wait for what was last posted at `moment`, and check what came."""
         if moment not in self._open:
             return
         ticket, expected = self._open.pop(moment)
         yield ticket
-        for buffer, header, peer in expected:
-            differences = header.differences(buffer[:HEADER_BYTES].cpu().view(torch.int64).numpy())
-            if differences:
-                raise TransferError(
-                    f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
-                    f"ring rank {peer} sent at step {header.step} must carry its own header; got "
-                    f"{', '.join(differences)}. A stale, reordered or foreign message; the result is not returned."
-                )
+        for message in expected:
+            self._check(*message)
 
     def close(self) -> Flow:
         """Wait for everything and give the buffers back."""
@@ -187,6 +187,37 @@ class _Mail:
         for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), self._me), strict=True):
             mine.sum[:, :, self._travelling] += theirs
 
+    def _seal(self, buffer: Tensor, header: Header, *, relayed: bool) -> None:
+        """Write header and end mark. A relayed block keeps its owner's checksum, so that what this rank's own memory
+        does to it shows as well; gradients, to which every rank adds, get a new one."""
+        segments, end = buffer[HEADER_BYTES:-END_BYTES], buffer[-END_BYTES:]
+        if not self._job.sums:
+            value = 0
+        elif relayed:
+            value = int(_words(end)[-1])
+        else:
+            value = checksum(segments)
+        buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
+        end.copy_(torch.from_numpy(header.pack_end(value)).view(torch.uint8))
+
+    def _check(self, buffer: Tensor, header: Header, peer: int) -> None:
+        """Compare what came with what the schedule expects."""
+        differences = header.differences(_words(buffer[:HEADER_BYTES]))
+        must, why = "carry its own header", "A stale, reordered or foreign message"
+        if not differences:
+            value = checksum(buffer[HEADER_BYTES:-END_BYTES]) if self._job.sums else 0
+            differences = header.end_differences(_words(buffer[-END_BYTES:]), value)
+            if len(differences) == 1 and differences[0].startswith("checksum"):
+                must, why = "arrive as it was sent", "Bytes were damaged on the way or in memory"
+            else:
+                must, why = "end with its own mark", "A message cut short, or two mixed"
+        if differences:
+            raise TransferError(
+                f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
+                f"ring rank {peer} sent at step {header.step} of call {header.call} must {must}; got "
+                f"{', '.join(differences)}. {why}; the result is not returned."
+            )
+
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
         return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
 
@@ -203,6 +234,10 @@ class _Mail:
     def _pack(self, buffer: Tensor, payload: Payload) -> None:
         for view, mine in zip(self._views(payload, 0, self._me), self._own, strict=True):
             view.copy_(mine[:, :, self._travelling])
+
+
+def _words(data: Tensor) -> NDArray[np.int64]:
+    return data.cpu().view(torch.int64).numpy()
 
 
 def _slot_rows(one: Pass) -> dict[tuple[Payload, int], int]:
