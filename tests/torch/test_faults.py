@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Full, Window
@@ -65,10 +66,8 @@ def heard_with(fault) -> tuple[list[torch.Tensor], list[torch.Tensor], Faulty]:
     peace, ring = Listening(R), Listening(R)
     one_round(peace)
     faulty = Faulty(ring, fault)
-    try:
+    with suppress(TransferError):
         one_round(faulty)
-    except TransferError:
-        pass
     return on_link(peace), on_link(ring), faulty
 
 
@@ -115,7 +114,7 @@ def test_a_stale_buffer_holds_what_it_held():
     x = torch.ones(1, 2, S, 4)
     plan.attention(x, x, x)  # leaves its blocks in the buffers of the next call
     ring.arm(Stale(**FIRST, step=1))
-    with pytest.raises(TransferError, match=r"sent at step 1 .*got call 2 instead of 3"):
+    with pytest.raises(TransferError, match=r"sent at step 1 of call 3 must carry its own header; got step 0 instead"):
         plan.attention(x, x, x)
 
 
@@ -173,6 +172,7 @@ def test_messages_are_counted_as_without_faults():
     assert "faulty" in repr(ContextParallel(ring))
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 2**31))
 def test_a_random_fault_strikes_wherever_messages_are(seed):
     peace = Loopback(R)
@@ -195,12 +195,12 @@ def test_a_ring_without_messages_has_no_random_fault():
 # -- orders ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mask", "count"), [(2, Full(), 56), (2, Causal(), 15), (3, Window(2), 296)], ids=str
-)
+@pytest.mark.parametrize(("ranks", "mask", "count"), [(2, Full(), 56), (2, Causal(), 15), (3, Window(2), 296)], ids=str)
 def test_every_order_of_a_small_ring_gives_the_same_bits(ranks, mask, count):
     x = torch.randn(3, 1, 1, 2 * ranks, 2, generator=torch.Generator().manual_seed(1)).unbind()
-    found = [ContextParallel(ring, layout=Contiguous()).plan(2 * ranks, mask).attention(*x) for ring in every_order(ranks)]
+    found = [
+        ContextParallel(ring, layout=Contiguous()).plan(2 * ranks, mask).attention(*x) for ring in every_order(ranks)
+    ]
     assert len(found) == count and all(torch.equal(out, found[0]) for out in found)
 
 
@@ -211,8 +211,7 @@ def racing(actions: list[list[tuple[str, int]]], log: list[object]):
         tickets, boxes = [], []
         for word, peer in mine:
             if word == "wait":
-                for ticket in tickets:
-                    yield ticket
+                yield from tickets
                 tickets = []
             elif word == "peek":
                 log.append((rank, [int(box) for box in boxes]))
@@ -271,7 +270,7 @@ def test_a_limit_ends_the_search():
 
 def test_faults_on_loopback_never_give_a_wrong_number():
     """What is not bit for bit right raises; headers alone let damaged bytes through."""
-    many = list(trials(36 * len(KINDS), seed=1, ranks=range(2, 9)))
+    many = list(trials(27 * len(KINDS), seed=1, ranks=(2, 3, 4, 2, 3, 5, 2, 8)))
     outcomes = list(on_loopback(many))
     assert all(o.struck for _, o in outcomes)
     assert {o.result for _, o in outcomes} == {RIGHT, "TransferError"}
@@ -280,7 +279,7 @@ def test_faults_on_loopback_never_give_a_wrong_number():
         assert ("TransferError" in results) == (kind is not Delay), kind
     damage = [replace(t, checks="header") for t in many if isinstance(t.fault, Flip | Swap)]
     missed = [o for _, o in on_loopback(damage) if o.result == WRONG]
-    assert len(missed) > len(damage) / 5
+    assert len(missed) > len(damage) / 4
 
 
 @pytest.mark.processes

@@ -79,7 +79,7 @@ class Outcome:
 
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped())
-SHAPE = Shape(batch=1, heads=2, kv_heads=1, head_size=3, value_size=2)
+SHAPE = Shape(batch=1, heads=2, kv_heads=1, head_size=16, value_size=8)
 
 
 def masks(seq_len: int) -> tuple[Mask, ...]:
