@@ -101,10 +101,8 @@ def _row(*cells: object) -> str:
 
 def orders() -> list[str]:
     """How many orders of events there are, and that all give the same bits."""
-    import torch
 
-    from ringspun import Causal, Contiguous, Full, Window
-    from ringspun.torch import ContextParallel
+    from ringspun import Causal, Full, Window
 
     lines = ["| ring | mask | calls | orders |", "|--:|---|---|--:|"]
     small = (
