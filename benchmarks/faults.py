@@ -26,6 +26,8 @@ from ringspun.testing.faults import KINDS, Delay, Flip, Stale, Swap, Truncate
 from ringspun.testing.orders import every_order
 from ringspun.torch import ContextParallel
 
+SIZES = (2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8)
+"""Of rings in one thread, in turn; a trial's time grows with the square."""
 DAMAGE = (Truncate, Flip, Swap, Stale)
 SMALL = ((2, Full(), False), (2, Causal(), True), (3, Window(2), False), (3, Causal(), False), (4, Window(2), False))
 """Rings of which all orders are tried: ranks, mask, whether backward too."""
@@ -132,7 +134,7 @@ def main() -> None:
     parser.add_argument("--gloo", type=int, default=207, help="trials between processes")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    many = list(trials(asked.loopback, seed=asked.seed, ranks=range(2, 9)))
+    many = list(trials(asked.loopback, seed=asked.seed, ranks=SIZES))
     sums = by_kind(on_loopback(many), len(many))
     damage = [replace(t, checks="header") for t in many if isinstance(t.fault, DAMAGE)]
     headers = by_kind(on_loopback(damage), len(damage))
