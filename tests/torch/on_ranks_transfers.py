@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 from on_ranks import caught
@@ -50,7 +51,7 @@ class Tampers(Gloo):
     """Sends what a function makes of its `at`-th message and the one before it."""
 
     def __init__(self, group: dist.ProcessGroup, at: int, damage: str) -> None:
-        super().__init__(group, timeout_s=1.5)
+        super().__init__(group, timeout_s=15.0)
         self._at, self._damage, self._sent = at, DAMAGES[damage], 0
         self._last = torch.empty(0, dtype=torch.uint8)
 
@@ -60,7 +61,10 @@ class Tampers(Gloo):
     def _tampered(self, sent: Transfer) -> Transfer:
         mine, before, self._last = self._sent, self._last, sent.buffer.clone()
         self._sent += 1
-        return replace(sent, buffer=self._damage(sent.buffer.clone(), before)) if mine == self._at else sent
+        if mine != self._at:
+            return sent
+        self._timeout = timedelta(seconds=0.5)  # the other rank will not come to what follows
+        return replace(sent, buffer=self._damage(sent.buffer.clone(), before))
 
 
 def send_damaged(rank: int, odd: int, at: int, damage: str, checks: str) -> tuple[str, str, str]:

@@ -191,8 +191,8 @@ def test_a_rank_that_does_not_come_again_is_named(broken):
 def test_a_rank_that_leaves_between_calls_is_named(broken):
     outcomes = broken.run(leave_after_the_plan, 2, 1.0, timeout_s=15)
     assert [kind for kind, *_ in outcomes] == ["PeerError", "PeerError", "silent"]
-    assert "KV of ring rank 2 at step 0 of call 0 from ring rank 2 must finish within 1 s" in outcomes[0][1]
-    assert "KV of ring rank 1 at step 0 of call 0 to ring rank 2" in outcomes[1][1]
+    assert "KV of ring rank 2 at step 0 of call 1 from ring rank 2 must finish within 1 s" in outcomes[0][1]
+    assert "KV of ring rank 1 at step 0 of call 1 to ring rank 2" in outcomes[1][1]
     assert all(seconds < 3.0 for *_, seconds in outcomes)
 
 

@@ -24,7 +24,8 @@ class Work:
     """One attention call to time, forward + backward, batch 1.
 
     Args:
-        ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name. mask, layout: of the ring.
+        ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
+        mask, layout, checks: of the ring.
     """
 
     ranks: int
@@ -35,6 +36,7 @@ class Work:
     dtype: str
     mask: Mask
     layout: Layout
+    checks: str = "header"
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -45,7 +47,7 @@ def threads_per_rank(ranks: int) -> int:
 def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
     """On every rank of a pool: seconds of each repeat, all ranks starting together."""
     torch.set_num_threads(threads_per_rank(work.ranks))
-    plan = ContextParallel(layout=work.layout).plan(work.seq_len, work.mask)
+    plan = ContextParallel(layout=work.layout, checks=work.checks).plan(work.seq_len, work.mask)
     q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
     return [_once(plan, q, k, v, dout, barrier=True) for _ in range(repeats)]
 

@@ -33,8 +33,8 @@ def checksum(data: Tensor) -> int:
 def weighted_sum(data: Tensor) -> int:
     """The same on any device: the sum of 32-bit words times odd pseudo-random 64-bit weights, modulo 2 ** 64.
 
-    One damaged word is always found. Of any given damage to more words, at most one choice of weights in 2 ** 32
-    misses it, and of damage at random one in 2 ** 63: words of half the weights' size leave no high bits that cancel.
+    One damaged word is always found. Any given damage to more words of a block is missed by at most one choice of
+    weights in 2 ** 32, damage at random once in 2 ** 63: words half as long as weights leave no high bits that cancel.
     """
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     weights = _weights(data.device)

@@ -141,6 +141,8 @@ class _Mail:
                     self._pack(buffer, payload)
                 self._seal(buffer, header, relayed=payload == Payload.KV and not own)
             else:
+                # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
+                buffer[-END_BYTES:].zero_()
                 expected.append((buffer, header, peer))
             what = f"{payload.name} of ring rank {source} at step {step} of call {self._job.call}"
             transfers.append(Transfer(action, peer, buffer, what, header))
@@ -190,33 +192,30 @@ class _Mail:
     def _seal(self, buffer: Tensor, header: Header, *, relayed: bool) -> None:
         """Write header and end mark. A relayed block keeps its owner's checksum, so that what this rank's own memory
         does to it shows as well; gradients, to which every rank adds, get a new one."""
-        segments, end = buffer[HEADER_BYTES:-END_BYTES], buffer[-END_BYTES:]
-        if not self._job.sums:
-            value = 0
-        elif relayed:
-            value = int(_words(end)[-1])
-        else:
-            value = checksum(segments)
+        end = buffer[-END_BYTES:]
+        value = int(_words(end)[-1]) if relayed else self._checksum(buffer)
         buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
         end.copy_(torch.from_numpy(header.pack_end(value)).view(torch.uint8))
 
     def _check(self, buffer: Tensor, header: Header, peer: int) -> None:
         """Compare what came with what the schedule expects."""
-        differences = header.differences(_words(buffer[:HEADER_BYTES]))
+        end = _words(buffer[-END_BYTES:])
         must, why = "carry its own header", "A stale, reordered or foreign message"
-        if not differences:
-            value = checksum(buffer[HEADER_BYTES:-END_BYTES]) if self._job.sums else 0
-            differences = header.end_differences(_words(buffer[-END_BYTES:]), value)
-            if len(differences) == 1 and differences[0].startswith("checksum"):
+        found = header.differences(_words(buffer[:HEADER_BYTES]))
+        if not found:
+            must, why = "end with its own mark", "A message cut short, or two mixed"
+            found = header.end_differences(end, self._checksum(buffer)) if end.any() else ["none"]
+            if found and found[0].startswith("checksum"):
                 must, why = "arrive as it was sent", "Bytes were damaged on the way or in memory"
-            else:
-                must, why = "end with its own mark", "A message cut short, or two mixed"
-        if differences:
+        if found:
             raise TransferError(
                 f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
                 f"ring rank {peer} sent at step {header.step} of call {header.call} must {must}; got "
-                f"{', '.join(differences)}. {why}; the result is not returned."
+                f"{', '.join(found)}. {why}; the result is not returned."
             )
+
+    def _checksum(self, buffer: Tensor) -> int:
+        return checksum(buffer[HEADER_BYTES:-END_BYTES]) if self._job.sums else 0
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
         return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
