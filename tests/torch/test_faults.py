@@ -30,6 +30,7 @@ from ringspun.testing.faults import (
     random_fault,
 )
 from ringspun.testing.orders import Ordered, every_order
+from ringspun.testing.soak import Stretch, growth, soak
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.drivers import Transfer
 
@@ -290,3 +291,21 @@ def test_faults_between_processes_are_found_in_time():
         assert told.struck and told.result not in (WRONG, "hung"), (trial, told)
         assert told.longest_s < 3.0
         assert told.detected or isinstance(trial.fault, Delay | Duplicate | Reorder), (trial, told)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore::ringspun.errors.RingspunWarning")
+def test_a_short_soak(pools):
+    """Every call another plan, every result held against dense attention; what is out of its bar raises."""
+    told = pools(2).run(soak, 1.0, 0.5, 5, timeout_s=50)
+    for rank in told:
+        assert len(rank) == 2 and rank[-1].plans > 0 and rank[-1].calls >= 2 * rank[-1].plans
+        assert all(stretch.resident > 1e7 for stretch in rank)
+    assert 0 < max(rank[-1].worst for rank in told) <= 1
+
+
+def test_growth_is_that_of_the_later_part():
+    sizes = [50, 90, 100, 100, 100, 101, 102, 103, 103, 110]
+    told = [Stretch(0.0, 0, 0, 0.0, size) for size in sizes]
+    assert growth(told) == pytest.approx(106.5 / 100 - 1)
+    assert growth(told[2:5]) == 0
