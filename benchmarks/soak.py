@@ -3,12 +3,14 @@
 python benchmarks/soak.py                    # 30 minutes, 4 ranks over gloo; a table, a line a minute
 python benchmarks/soak.py --minutes 3
 
-Fails where a result is out of its bar, or where a rank has grown by 1 % or more after the warm-up (the first fifth).
+Fails where a result is out of its bar, or where a rank grows by 1 % or more once it has made the 1,024 plans that a
+context keeps: until then memory is meant to grow, by about 20 kB a plan.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 from ringspun.testing.pool import RankPool
@@ -36,8 +38,10 @@ def main() -> None:
         worst = max(s.worst for s in moment)
         print(f"| {first.seconds / 60:.1f} | {first.plans:,} | {first.calls:,} | {worst:.2f} | {sizes} |")
     grown = [growth(one) for one in told]
-    print(f"\nGrowth after the warm-up, per rank: {', '.join(f'{100 * g:+.2f} %' for g in grown)}.")
-    sys.exit(max(grown) >= MOST_GROWTH)
+    print(f"\nGrowth once all kept plans were there, per rank: {', '.join(f'{100 * g:+.2f} %' for g in grown)}.")
+    if any(map(math.isnan, grown)):
+        print("Too short to say: run longer.")
+    sys.exit(any(g >= MOST_GROWTH for g in grown))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 
@@ -304,8 +305,8 @@ def test_a_short_soak(pools):
     assert 0 < max(rank[-1].worst for rank in told) <= 1
 
 
-def test_growth_is_that_of_the_later_part():
+def test_growth_counts_from_where_caches_are_full():
     sizes = [50, 90, 100, 100, 100, 101, 102, 103, 103, 110]
-    told = [Stretch(0.0, 0, 0, 0.0, size) for size in sizes]
-    assert growth(told) == pytest.approx(106.5 / 100 - 1)
-    assert growth(told[2:5]) == 0
+    told = [Stretch(0.0, 0, 300 * n, 0.0, size) for n, size in enumerate(sizes)]
+    assert growth(told) == pytest.approx(103 / 101 - 1)
+    assert math.isnan(growth(told[:4]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import random
 import resource
 import sys
@@ -20,12 +21,12 @@ from torch import distributed as dist
 
 from ringspun.core.layout import Balanced, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 from ringspun.core.mask import Causal, documents_of
-from ringspun.testing.cases import Arguments, Case, Shape, all_masks, inputs
-from ringspun.testing.comparison import errors, judge, rms
-from ringspun.testing.problem import oracle, yardstick
+from ringspun.testing.cases import Arguments, Case, Shape, all_masks, inputs, reference
+from ringspun.testing.comparison import Errors, errors, judge, rms
 from ringspun.testing.torch import run_ring
-from ringspun.testing.yardstick import rounded
+from ringspun.testing.yardstick import dense, rounded
 from ringspun.torch import ContextParallel
+from ringspun.torch.ops import KEPT_PER_CONTEXT
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())
 SEEDS = 4
@@ -48,7 +49,11 @@ class Stretch:
     resident: int
 
 
-def random_case(draw: random.Random, ranks: int, longest: int = 160) -> Case:
+LENGTHS = tuple(range(16, 161, 12))
+"""Of queries and keys: as many as let the caches of a long job, which hold the last 1,024 plans, fill in minutes."""
+
+
+def random_case(draw: random.Random, ranks: int) -> Case:
     """Any mask, layout, lengths, dtype and arguments together."""
     kv_heads, dtype = draw.choice((1, 2, 3)), draw.choice(("float64", "float32", "bfloat16"))
     size = draw.choice((4, 8, 16))
@@ -57,8 +62,8 @@ def random_case(draw: random.Random, ranks: int, longest: int = 160) -> Case:
         draw.choice((None, None, 0.3)), draw.choice((None, None, 3.0)), draw.random() < 0.3,
         draw.choice(("", "", "alibi", "table", "function")),
     )  # fmt: skip
-    seq_len, layout = draw.randint(16, longest), draw.choice(LAYOUTS)
-    key_len = draw.choice((seq_len, seq_len, draw.randint(16, longest)))
+    seq_len, layout = draw.choice(LENGTHS), draw.choice(LAYOUTS)
+    key_len = draw.choice((seq_len, seq_len, draw.choice(LENGTHS)))
     start = 0 if layout.reads_documents else max(0, key_len - seq_len)
     fit = [m for m in all_masks(key_len) if key_len == seq_len or not documents_of(m)]  # they pair equals
     one = draw.choice(fit)
@@ -78,13 +83,13 @@ def soak(rank: int, seconds: float, stretch_s: float, seed: int) -> list[Stretch
     """
     draw, start, told = random.Random(seed), time.monotonic(), []
     ranks = dist.get_world_size()
-    contexts = {layout: ContextParallel(dist.group.WORLD, layout=layout, checks="checksum") for layout in LAYOUTS}
+    context = ContextParallel(dist.group.WORLD, checks="checksum")
     worst, calls, plans = 0.0, 0, 0
     for end in _ends(seconds, stretch_s):
         while _all_go_on(time.monotonic() - start < end):
             case = random_case(draw, ranks)
             cases = [replace(case, seed=case.seed + n) for n in range(SEEDS if case.dtype == "bfloat16" else 1)]
-            found = [run_ring(c, rounded(c, inputs(c)), contexts[case.layout]) for c in cases]
+            found = [run_ring(c, rounded(c, inputs(c)), context) for c in cases]
             calls, plans = calls + 2 * len(cases), plans + 1
             if plans % ranks == rank:
                 worst = max(worst, _over_bar(cases, found))
@@ -109,17 +114,18 @@ def _all_go_on(mine: bool) -> bool:
 def _over_bar(cases: list[Case], found: list[dict[str, np.ndarray]]) -> float:
     """The largest error of a result over its bar, as the conformance suite has it."""
     case, tensors = cases[0], tuple(found[0])
-    error = [errors(x, oracle(c), tensors) for x, c in zip(found, cases, strict=True)]
-    dense = [
-        errors(yardstick(c), oracle(c), tensors)
-        for c in (replace(case, seed=case.seed + n) for n in range(SEEDS))
-        if case.dtype != "float64"
-    ]
-    right, bars = judge(case.dtype, error, dense)
+    error = [errors(x, reference(c, rounded(c, inputs(c))), tensors) for x, c in zip(found, cases, strict=True)]
+    bases = [] if case.dtype == "float64" else [replace(case, seed=case.seed + n) for n in range(SEEDS)]
+    right, bars = judge(case.dtype, error, [_dense_errors(c, tensors) for c in bases])
     worst = rms(error) if case.dtype == "bfloat16" else {n: max(e.worst[n] for e in error) for n in tensors}
     if not right:
         raise ValueError(f"results must be within {bars}; got {worst} in {case}.")
     return max(worst[n] / bars[n] for n in tensors)
+
+
+def _dense_errors(case: Case, tensors: tuple[str, ...]) -> Errors:
+    given = rounded(case, inputs(case))
+    return errors(dense(case, given), reference(case, given), tensors)
 
 
 def resident() -> int:
@@ -134,12 +140,13 @@ def resident() -> int:
     return int(status.read_text().split()[1]) * resource.getpagesize()
 
 
-def growth(told: list[Stretch], warm_up: float = 0.2) -> float:
-    """By what share memory grew: the last quarter's median over the first's after the warm-up, less one.
+def growth(told: list[Stretch], full: int = KEPT_PER_CONTEXT) -> float:
+    """By what share memory grew once a context's last plans were all kept: the median of the later half of what is left
+    of the soak over that of the earlier, less one; NaN where it was too short to say.
 
     Args:
-        told: of one rank. warm_up: share of the stretches that do not count: caches fill.
+        told: of one rank. full: plans from which on every new one drives an old one out.
     """
-    after = [s.resident for s in told[int(warm_up * len(told)) :]]
-    quarter = max(1, len(after) // 4)
-    return median(after[-quarter:]) / median(after[:quarter]) - 1
+    after = [s.resident for s in told if s.plans > full]
+    half = len(after) // 2
+    return median(after[-half:]) / median(after[:half]) - 1 if half else math.nan

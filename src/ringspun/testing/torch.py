@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions, uses_lse
 from ringspun.testing.comparison import TENSORS
 from ringspun.testing.yardstick import rounded as rounded  # cases are rounded where they are run
-from ringspun.torch import ContextParallel, Loopback, Plan
+from ringspun.torch import ContextParallel, Loopback, Partition, Plan
 from ringspun.torch.bias import Alibi, Bias, RelativeTable
 from ringspun.torch.kernels import Kernel
 
@@ -57,10 +58,13 @@ def run_ring(
 
 
 def plan_of(case: Case, context: ContextParallel) -> Plan:
-    """A case's plan on a ring."""
-    return context.plan(
-        case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
-    )
+    """A case's plan on a ring, dealt by the case's layout whatever the ring's is."""
+    sides = {"key_len": case.key_len, "key_layout": case.key_layout, "query_start": case.query_start}
+    if case.layout == context.geometry.layout:
+        return context.plan(case.seq_len, case.mask, **sides)  # type: ignore[arg-type]
+    dealt = replace(context.geometry, layout=case.layout).sides(case.seq_len, None, mask=case.mask, **sides)  # type: ignore[arg-type]
+    keys = None if dealt.same else Partition(context, dealt.keys)
+    return Partition(context, dealt.queries).plan(case.mask, keys=keys)
 
 
 def _bias(kind: str, values: Tensor | None) -> Bias | None:
