@@ -34,7 +34,7 @@ bench: env
 
 # Half an hour each, on an idle machine: what faults do to attention, and whether it stays right and small for long.
 faults: env
-	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/faults.py --out benchmarks/results/$$(date +%F)-faults.md
 
 soak: env
 	$(BIN)/python benchmarks/soak.py

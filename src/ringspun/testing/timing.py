@@ -21,11 +21,11 @@ from ringspun.torch.memory import peak_memory
 
 @dataclass(frozen=True)
 class Work:
-    """One attention call to time, forward + backward, batch 1.
+    """One attention call to time, forward + backward.
 
     Args:
         ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
-        mask, layout, checks: of the ring.
+        mask, layout, checks: of the ring. batch: B.
     """
 
     ranks: int
@@ -36,6 +36,7 @@ class Work:
     dtype: str
     mask: Mask
     layout: Layout
+    batch: int = 1
     checks: str = "header"
 
 
@@ -85,7 +86,7 @@ def _tensors(work: Work, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, 
     dtype = getattr(torch, work.dtype)
 
     def random(heads: int) -> Tensor:
-        return torch.randn(1, heads, rows, work.head_size, generator=generator).to(dtype)
+        return torch.randn(work.batch, heads, rows, work.head_size, generator=generator).to(dtype)
 
     q, k, v = (random(h).requires_grad_() for h in (work.heads, work.kv_heads, work.kv_heads))
     return q, k, v, random(work.heads)
