@@ -25,7 +25,7 @@ from ringspun.testing.cases import Arguments, Case, Shape, all_masks, inputs, re
 from ringspun.testing.comparison import Errors, errors, judge, rms
 from ringspun.testing.torch import run_ring
 from ringspun.testing.yardstick import dense, rounded
-from ringspun.torch import ContextParallel
+from ringspun.torch import ContextParallel, Partition, Plan
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())
@@ -89,7 +89,7 @@ def soak(rank: int, seconds: float, stretch_s: float, seed: int) -> list[Stretch
         while _all_go_on(time.monotonic() - start < end):
             case = random_case(draw, ranks)
             cases = [replace(case, seed=case.seed + n) for n in range(SEEDS if case.dtype == "bfloat16" else 1)]
-            found = [run_ring(c, rounded(c, inputs(c)), context) for c in cases]
+            found = [run_ring(c, rounded(c, inputs(c)), context, plan=_plan(case, context)) for c in cases]
             calls, plans = calls + 2 * len(cases), plans + 1
             if plans % ranks == rank:
                 worst = max(worst, _over_bar(cases, found))
@@ -97,6 +97,16 @@ def soak(rank: int, seconds: float, stretch_s: float, seed: int) -> list[Stretch
         if rank == 0:
             print(f"{told[-1]}", file=sys.stderr, flush=True)
     return told
+
+
+def _plan(case: Case, context: ContextParallel) -> Plan:
+    """By the case's layout: one ring serves them all."""
+    geometry = replace(context.geometry, layout=case.layout)
+    sides = geometry.sides(
+        case.seq_len, None, mask=case.mask, key_len=case.key_len, key_layout=None, query_start=case.query_start
+    )
+    keys = None if sides.same else Partition(context, sides.keys)
+    return Partition(context, sides.queries).plan(case.mask, keys=keys)
 
 
 def _ends(seconds: float, stretch_s: float) -> Iterator[float]:

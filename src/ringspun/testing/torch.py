@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 from ringspun.testing.cases import BUCKETS, Case, Inputs, bias_of_positions, uses_lse
 from ringspun.testing.comparison import TENSORS
 from ringspun.testing.yardstick import rounded as rounded  # cases are rounded where they are run
-from ringspun.torch import ContextParallel, Loopback, Partition, Plan
+from ringspun.torch import ContextParallel, Loopback, Plan
 from ringspun.torch.bias import Alibi, Bias, RelativeTable
 from ringspun.torch.kernels import Kernel
 
@@ -21,16 +20,22 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def run_ring(
-    case: Case, given: Inputs, context: ContextParallel | None = None, *, kernel: str | Kernel | None = None
+    case: Case,
+    given: Inputs,
+    context: ContextParallel | None = None,
+    *,
+    kernel: str | Kernel | None = None,
+    plan: Plan | None = None,
 ) -> dict[str, np.ndarray]:
     """A case on a ring, forward and backward, gathered in global order: float64 copies of out, lse, dq, dk, dv, and
     where the case has such inputs of dsinks, dbias.
 
     Args:
         context: the ring; default a `Loopback` of the case's size. Gradients are summed over a ring of processes.
+        plan: of the case; default one by the ring's own layout.
     """
     context = context or ContextParallel(Loopback(case.ranks, seed=case.seed), layout=case.layout)
-    plan = plan_of(case, context)
+    plan = plan or plan_of(case, context)
     queries, keys, dtype = plan.queries, plan.keys, getattr(torch, case.dtype)
     q, k, v = (
         side.shard(torch.from_numpy(x).to(dtype), dim=2).requires_grad_()
@@ -58,13 +63,10 @@ def run_ring(
 
 
 def plan_of(case: Case, context: ContextParallel) -> Plan:
-    """A case's plan on a ring, dealt by the case's layout whatever the ring's is."""
-    sides = {"key_len": case.key_len, "key_layout": case.key_layout, "query_start": case.query_start}
-    if case.layout == context.geometry.layout:
-        return context.plan(case.seq_len, case.mask, **sides)  # type: ignore[arg-type]
-    dealt = replace(context.geometry, layout=case.layout).sides(case.seq_len, None, mask=case.mask, **sides)  # type: ignore[arg-type]
-    keys = None if dealt.same else Partition(context, dealt.keys)
-    return Partition(context, dealt.queries).plan(case.mask, keys=keys)
+    """A case's plan on a ring."""
+    return context.plan(
+        case.seq_len, case.mask, key_len=case.key_len, key_layout=case.key_layout, query_start=case.query_start
+    )
 
 
 def _bias(kind: str, values: Tensor | None) -> Bias | None:
