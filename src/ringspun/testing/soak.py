@@ -29,8 +29,9 @@ from ringspun.torch import ContextParallel, Partition, Plan
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())
-SEEDS = 4
-"""Of the inputs whose errors are averaged in bfloat16, and of the dense attention that calibrates bars."""
+SEEDS, CALIBRATING = 4, 16
+"""Seeds of inputs: whose errors are averaged in bfloat16; of the dense attention that calibrates bars. More than the
+suite takes: among thousands of cases the least likely happens."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ def random_case(draw: random.Random, ranks: int) -> Case:
     kv_heads, dtype = draw.choice((1, 2, 3)), draw.choice(("float64", "float32", "bfloat16"))
     size = draw.choice((4, 8, 16))
     shape = Shape(draw.choice((1, 2, 3)), kv_heads * draw.choice((1, 2)), kv_heads, size, draw.choice((size, 5)))
-    arguments = Arguments(
-        draw.choice((None, None, 0.3)), draw.choice((None, None, 3.0)), draw.random() < 0.3,
-        draw.choice(("", "", "alibi", "table", "function")),
-    )  # fmt: skip
+    # in bfloat16 no gradients of a few numbers each: four of them are no sample, and there bars are of means
+    narrow = dtype == "bfloat16"
+    bias = draw.choice(("", "", "function") if narrow else ("", "", "alibi", "table", "function"))
+    sinks = not narrow and draw.random() < 0.3
+    arguments = Arguments(draw.choice((None, None, 0.3)), draw.choice((None, None, 3.0)), sinks, bias)
     seq_len, layout = draw.choice(LENGTHS), draw.choice(LAYOUTS)
     key_len = draw.choice((seq_len, seq_len, draw.choice(LENGTHS)))
     start = 0 if layout.reads_documents else max(0, key_len - seq_len)
@@ -125,7 +127,7 @@ def _over_bar(cases: list[Case], found: list[dict[str, np.ndarray]]) -> float:
     """The largest error of a result over its bar, as the conformance suite has it."""
     case, tensors = cases[0], tuple(found[0])
     error = [errors(x, reference(c, rounded(c, inputs(c))), tensors) for x, c in zip(found, cases, strict=True)]
-    bases = [] if case.dtype == "float64" else [replace(case, seed=case.seed + n) for n in range(SEEDS)]
+    bases = [] if case.dtype == "float64" else [replace(case, seed=case.seed + n) for n in range(CALIBRATING)]
     right, bars = judge(case.dtype, error, [_dense_errors(c, tensors) for c in bases])
     worst = rms(error) if case.dtype == "bfloat16" else {n: max(e.worst[n] for e in error) for n in tensors}
     if not right:
