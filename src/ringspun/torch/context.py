@@ -59,7 +59,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | Loopback | None = None,
+        group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | Driver | None = None,
         *,
         layout: Layout | None = None,
         route: Route | str = "auto",

@@ -157,7 +157,7 @@ class _Mail:
                 buffer[-END_BYTES:].zero_()
                 expected.append((buffer, header, peer))
             what = f"{payload.name} of ring rank {source} at step {step} of call {self._job.call}"
-            transfers.append(Transfer(action, peer, buffer, what))
+            transfers.append(Transfer(action, peer, buffer, what, header))
             posted = What.SEND if action == Action.SEND else What.RECEIVE
             self.note(posted, step, moment, payload, source, peer, header.length)
         if transfers:

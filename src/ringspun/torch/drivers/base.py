@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ringspun.core.route.base import Action
+from ringspun.core.wire import Header
 from ringspun.steplog import StepLog, What, dump
 
 T = TypeVar("T")
@@ -27,12 +28,14 @@ class Transfer:
 
     Args:
         action: send or receive. peer: ring rank at the other end. what: words for error messages.
+        header: what the message says, or must say, of itself.
     """
 
     action: Action
     peer: int
     buffer: Tensor
     what: str
+    header: Header | None = None
 
 
 class Ticket:

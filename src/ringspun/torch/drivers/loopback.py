@@ -44,6 +44,10 @@ class _Rank:
     done: bool = False
     result: Any = None
 
+    @property
+    def ready(self) -> bool:
+        return not self.done and (self.waiting is None or self.waiting.open == 0)
+
 
 @dataclass
 class _Link:
@@ -51,6 +55,10 @@ class _Link:
 
     sends: deque[tuple[_Pending, Transfer]] = field(default_factory=deque)
     receives: deque[tuple[_Pending, Transfer]] = field(default_factory=deque)
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.sends and self.receives)
 
 
 class Loopback(Driver):
@@ -96,11 +104,8 @@ class Loopback(Driver):
     def _run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         self._links, self._together = {}, []
         ranks = [_Rank(n, p) for n, p in zip(self.ring_ranks, programs, strict=True)]
-        while True:
-            ready = [r for r in ranks if not r.done and (r.waiting is None or r.waiting.open == 0)]
-            if not ready:
-                break
-            self._advance(self._random.choice(ready))
+        while self._step(ranks):
+            pass
         stuck = [r for r in ranks if not r.done]
         if stuck:
             waits = "; ".join(
@@ -110,6 +115,13 @@ class Loopback(Driver):
             )
             raise TransferError(f"every rank must advance; all wait: {waits}.")
         return [r.result for r in ranks]
+
+    def _step(self, ranks: list[_Rank]) -> bool:
+        """Let one rank that can advance do so; False when none can."""
+        ready = [r for r in ranks if r.ready]
+        if ready:
+            self._advance(self._random.choice(ready))
+        return bool(ready)
 
     def _advance(self, rank: _Rank) -> None:
         """Run one rank to its next yield."""
@@ -147,12 +159,16 @@ class Loopback(Driver):
         return ticket
 
     def _match(self, sender: int, receiver: int) -> None:
+        """Called when a message of this link was posted: it arrives as soon as both ends are there."""
+        while self._links[sender, receiver].whole:
+            self._arrive(sender, receiver)
+
+    def _arrive(self, sender: int, receiver: int) -> None:
         link = self._links[sender, receiver]
-        while link.sends and link.receives:
-            (out_ticket, sent), (in_ticket, wanted) = link.sends.popleft(), link.receives.popleft()
-            self.deliver(sender, receiver, sent, wanted)
-            out_ticket.open -= 1
-            in_ticket.open -= 1
+        (out_ticket, sent), (in_ticket, wanted) = link.sends.popleft(), link.receives.popleft()
+        self.deliver(sender, receiver, sent, wanted)
+        out_ticket.open -= 1
+        in_ticket.open -= 1
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         if failure is not None:
