@@ -93,20 +93,20 @@ class Calls:
         phase = 0 if of is None else 1 + of
         jobs = []
         for schedule, tiles in zip(self.schedules, self._tiles, strict=True):
-            bias = None if rule is None else self._bias(q, rule, terms.bias, schedule.ring_rank)
+            bias = None if rule is None else self._bias(q, rule, terms.bias, schedule)
             ids = self.plan_id, number, phase
             jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids))
         return jobs
 
-    def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, ring_rank: int) -> RankBias:
+    def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, schedule: Schedule) -> RankBias:
         values = q.new_zeros(0) if values is None else values
 
         @lru_cache(maxsize=1)
-        def keys(rank: int) -> Tensor:
-            rows = slice(None) if rank == ring_rank else self.schedules[0].travelling_rows(rank)
-            return torch.from_numpy(self.sides.keys.positions(rank)[rows]).to(q.device)
+        def keys(block: int) -> Tensor:
+            positions = self.sides.keys.positions(schedule.owner(block))
+            return torch.from_numpy(positions[schedule.rows_of_tiles(block)]).to(q.device)
 
-        own = torch.from_numpy(self.sides.queries.positions(ring_rank)).to(q.device)
+        own = torch.from_numpy(self.sides.queries.positions(schedule.ring_rank)).to(q.device)
         return RankBias(rule, values.to(accumulator_dtype(q.dtype)), own, keys)
 
 
@@ -136,6 +136,7 @@ class Execution:
         if q.shape[0] == 0:
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), (jobs[0].call, mark)
+        q, k, v = self._alike(q, k, v)
         programs = [ring.forward(job, *rows) for job, rows in zip(jobs, self._rows(q, k, v), strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = calls.driver.run(programs)
@@ -174,7 +175,8 @@ class Execution:
         if q.shape[0] == 0:
             shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared
-        saved = _saved(grads, out, lse)
+        q, k, v, dout, out, lse = self._alike(q, k, v, grads.dout, out, lse)
+        saved = _saved(grads._replace(dout=dout), out, lse)
         here = calls.driver.ring_ranks
         q_rows = sharding.slices(calls.sides.queries, here)
         programs = [
@@ -197,6 +199,10 @@ class Execution:
         except Exception as failure:  # a function may raise anything
             self.calls.fail(failure)
             raise
+
+    def _alike(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """On a grid, all tensors in one memory format, so that no operation sees how they came; else as they are."""
+        return tuple(x.contiguous() for x in tensors) if self.calls.schedules[0].grid else tensors
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows of each rank that this process plays."""

@@ -10,10 +10,12 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, pack_slot
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import HEADER_BYTES, Format, Header, Payload
 from ringspun.errors import TransferError
@@ -49,9 +51,9 @@ class Job:
     call: int
     phase: int
 
-    def block(self, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
-        """Local queries and the block of ring rank `source`."""
-        bias = None if self.bias is None else self.bias.block(source)
+    def block(self, step: int, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
+        """Local queries and the block `source`, of a step."""
+        bias = None if self.bias is None or not len(self.tiles[step].tiles) else self.bias.block(source)
         return Block(q, *keys, self.terms.scale, self.terms.softcap, bias)
 
 
@@ -63,7 +65,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
-        block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
+        block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
     yield from mail.close()
@@ -83,7 +85,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
-        block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
+        block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
                 yield from mail.wait(Moment.AFTER)
@@ -114,11 +116,9 @@ class _Mail:
         self._job, self._pass, self._own = job, one, own
         self._me = job.schedule.ring_rank
         self._device = own[0].device
-        rows = job.schedule.travelling_rows(self._me)
-        self._travelling = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
         self._slots = {
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in _slot_rows(one).items()
+            for key, rows in _slot_rows(one, job.schedule.travelling_tokens).items()
         }
         self._open: dict[Moment, tuple[Any, list[tuple[Tensor, Header, int]]]] = {}
 
@@ -131,12 +131,12 @@ class _Mail:
             header = Header(self._job.plan_id, self._job.call, self._job.phase, payload, step, source, buffer.numel())
             action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
             if action == Action.SEND:
-                if row[MessageColumn.SLOT] == OWN:
-                    self._pack(buffer, payload)
+                if row[MessageColumn.SLOT] <= OWN:
+                    self._pack(int(row[MessageColumn.SLOT]), source)
                 buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
             else:
                 expected.append((buffer, header, peer))
-            what = f"{payload.name} of ring rank {source} at step {step}"
+            what = f"{payload.name} of {self._named(source)} at step {step}"
             transfers.append(Transfer(action, peer, buffer, what))
         if transfers:
             self._open[moment] = ((yield transfers), expected)
@@ -151,8 +151,8 @@ class _Mail:
             differences = header.differences(buffer[:HEADER_BYTES].cpu().view(torch.int64).numpy())
             if differences:
                 raise TransferError(
-                    f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
-                    f"ring rank {peer} sent at step {header.step} must carry its own header; got "
+                    f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
+                    f"that ring rank {peer} sent at step {header.step} must carry its own header; got "
                     f"{', '.join(differences)}. A stale, reordered or foreign message; the result is not returned."
                 )
 
@@ -165,8 +165,11 @@ class _Mail:
 
     def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
-        if row[StepColumn.SLOT] == OWN or len(self._pass.tiles_of(step)) == 0:
+        if len(self._pass.tiles_of(step)) == 0:
             return self._own
+        if row[StepColumn.SLOT] == OWN:
+            rows = self._indices(self._job.schedule.rows_of_tiles(int(row[StepColumn.SOURCE])))
+            return self._own[0][:, :, rows], self._own[1][:, :, rows]
         return self._views(Payload.KV, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
 
     def gradients(self, row: Any) -> tuple[Tensor, Tensor] | None:
@@ -184,11 +187,23 @@ class _Mail:
         """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
         if row[StepColumn.HOME_SLOT] == NONE:
             return
-        for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), self._me), strict=True):
-            mine.sum[:, :, self._travelling] += theirs
+        block = int(row[StepColumn.HOME])
+        rows = self._indices(self._job.schedule.travelling_rows(block))
+        for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), block), strict=True):
+            mine.sum[:, :, rows] += theirs
+
+    def _named(self, block: int) -> str:
+        """A block in words: it is a rank's shard, or a part of it."""
+        schedule = self._job.schedule
+        part = f"unit {block} of " if schedule.grid else ""
+        return f"{part}ring rank {schedule.owner(block)}"
+
+    def _indices(self, rows: Any) -> Any:
+        """Rows as torch takes them."""
+        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
-        return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
+        return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
 
     def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
         rows = int(self._job.schedule.travelling_tokens[source])
@@ -200,15 +215,19 @@ class _Mail:
         )
         return first, second
 
-    def _pack(self, buffer: Tensor, payload: Payload) -> None:
-        for view, mine in zip(self._views(payload, 0, self._me), self._own, strict=True):
-            view.copy_(mine[:, :, self._travelling])
+    def _pack(self, slot: int, block: int) -> None:
+        rows = self._indices(self._job.schedule.travelling_rows(block))
+        for view, mine in zip(self._views(Payload.KV, slot, block), self._own, strict=True):
+            view.copy_(mine[:, :, rows])
 
 
-def _slot_rows(one: Pass) -> dict[tuple[Payload, int], int]:
+def _slot_rows(one: Pass, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
     """Buffers that a pass uses and the most rows each has to hold."""
     rows: dict[tuple[Payload, int], int] = {}
-    for m in one.messages:
-        key = (Payload(m[MessageColumn.PAYLOAD]), max(int(m[MessageColumn.SLOT]), 0))
-        rows[key] = max(rows.get(key, 0), int(m[MessageColumn.ROW1]))
+    used = [(m[MessageColumn.PAYLOAD], m[MessageColumn.SLOT], m[MessageColumn.ROW1]) for m in one.messages]
+    gathers = one.steps[one.steps[:, StepColumn.GRAD_SLOT] != OWN]
+    used += [(Payload.DKV, s[StepColumn.GRAD_SLOT], rows_of_blocks[s[StepColumn.SOURCE]]) for s in gathers]
+    for payload, slot, count in used:
+        key = Payload(payload), pack_slot(int(slot))
+        rows[key] = max(rows.get(key, 0), int(count))
     return rows
