@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringspun.core.route.base import NONE, OWN, Action, Moment, Rows
+from ringspun.core.route.base import NONE, OWN, Action, Moment, Rows, pack_slot
 from ringspun.core.wire import Payload
 
 
@@ -74,12 +74,13 @@ class Wires:
 
 
 class Rank:
-    """One rank's pass: `computes` are the steps that have pairs."""
+    """One rank's pass: `computes` are the steps that have pairs, `owners` the ranks that own the blocks."""
 
-    def __init__(self, rank, legs, computes, tokens, wires):
+    def __init__(self, rank, size, legs, computes, tokens, owners, wires):
         self.rank, self.legs, self.computes, self.tokens, self.wires = rank, legs, computes, tokens, wires
+        self.size, self.owners = size, owners
         self.slots = defaultdict(Slot)
-        self.own = Counter()
+        self.own = defaultdict(Counter)
         self.open = {}
 
     def run(self, backward):
@@ -110,17 +111,18 @@ class Rank:
                 continue
             _, _, action, payload, peer, source, row0, row1, head0, head1, slot = row
             where = f"rank {self.rank}, step {step}, {Payload(payload).name} {source} in slot {slot}"
-            check(peer != self.rank and 0 <= peer < len(self.tokens), f"{where}: peer {peer}")
+            check(peer != self.rank and 0 <= peer < self.size, f"{where}: peer {peer}")
             check((row0, row1, head0, head1) == (0, self.tokens[source], 0, -1), f"{where}: not the whole block")
-            place = self.slots[payload, max(slot, 0)]
+            place = self.slots[payload, pack_slot(slot)]
             if action == Action.RECEIVE:
-                check(slot != OWN and not place.sending and not place.receiving, f"{where}: overwrites")
+                check(slot > OWN and not place.sending and not place.receiving, f"{where}: overwrites")
                 place.receiving, place.owner = True, None
             else:
-                if slot == OWN:
-                    check(payload == Payload.KV and source == self.rank, f"{where}: packs what is not its own")
+                if slot <= OWN:
+                    own = self.owners[source] == self.rank
+                    check(payload == Payload.KV and own, f"{where}: packs what is not its own")
                     check(not place.sending and not place.receiving, f"{where}: packs over what is under way")
-                    place.owner = self.rank
+                    place.owner = source
                 check(not place.receiving and place.owner == source, f"{where}: sends {place.owner}")
                 place.sending += 1
             post = Post(Action(action), (step, payload, source, row0, row1), place)
@@ -131,18 +133,18 @@ class Rank:
     def read_block(self, step, source, slot):
         where = f"rank {self.rank}, step {step}: computes with block {source} in slot {slot}"
         if slot == OWN:
-            check(source == self.rank, f"{where}, its own")
+            check(self.owners[source] == self.rank, f"{where}, its own")
         else:
             place = self.slots[Payload.KV, slot]
             check(not place.receiving and place.owner == source, f"{where}, which holds {place.owner}")
 
-    def add_gradients(self, step, source, _, slot, fresh, home):
+    def add_gradients(self, step, source, _, slot, fresh, home, home_block, reader):
         where = f"rank {self.rank}, step {step}: gradients of block {source} in slot {slot}"
         if slot == OWN:
             check(not fresh, f"{where}: own accumulators start from zero once")
             if step in self.computes:
-                check(source == self.rank, f"{where}: not its own")
-                self.own[self.rank] += 1
+                check(self.owners[source] == self.rank, f"{where}: not its own")
+                self.own[source][reader] += 1
         else:
             place = self.slots[Payload.DKV, slot]
             idle = not place.sending and not place.receiving
@@ -152,21 +154,24 @@ class Rank:
             check(not place.receiving and place.owner == source, f"{where}: which holds {place.owner}")
             if step in self.computes:
                 check(idle, f"{where}: adds to what is under way")
-                place.added[self.rank] += 1
+                place.added[reader] += 1
         if home != NONE:
             place = self.slots[Payload.DKV, home]
-            check(not place.receiving and place.owner == self.rank, f"{where}: not home, holds {place.owner}")
-            self.own += place.added
+            mine = place.owner == home_block and self.owners[home_block] == self.rank
+            check(not place.receiving and mine, f"{where}: not home, holds {place.owner}")
+            self.own[home_block] += place.added
 
 
-def play(legs, computes, tokens, *, backward, seed=0):
-    """Run every rank's pass to its end; who added to each rank's gradients, how often.
+def play(legs, computes, tokens, *, backward, seed=0, owners=None):
+    """Run every rank's pass to its end; who added to each block's gradients, how often, in order of their first time.
 
     Args:
         legs: anything with `steps` and `messages`, per rank. computes: per rank the steps that have pairs.
+        tokens, owners: rows and rank of each block; default: block r is rank r's.
     """
     rng, wires = np.random.default_rng(seed), Wires()
-    ranks = [Rank(r, one, computes[r], list(map(int, tokens)), wires) for r, one in enumerate(legs)]
+    owners = list(range(len(tokens))) if owners is None else list(map(int, owners))
+    ranks = [Rank(r, len(legs), one, computes[r], list(map(int, tokens)), owners, wires) for r, one in enumerate(legs)]
     running = {r: rank.run(backward) for r, rank in enumerate(ranks)}
     while running:
         before, alive = wires.events, len(running)
@@ -177,7 +182,7 @@ def play(legs, computes, tokens, *, backward, seed=0):
                 del running[r]
         check(wires.events > before or len(running) < alive, f"ranks {sorted(running)} wait for each other")
     wires.close()
-    return [rank.own for rank in ranks]
+    return [ranks[owner].own[block] for block, owner in enumerate(owners)]
 
 
 def first_steps(steps: Rows) -> dict[int, int]:

@@ -16,7 +16,7 @@ from ringspun.core import accounting
 from ringspun.core.partition import Partition
 from ringspun.core.route import Ring
 from ringspun.core.route import ring as ring_module
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, Needs, StepColumn
 from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format, Payload
 from tests.core import strategies
@@ -38,7 +38,7 @@ def needs(draw):
 def bound(size, pairs):
     tokens = np.arange(10, 10 + size)  # every block of another length
     table = np.array(sorted(pairs), np.int64).reshape(-1, 2)
-    return Ring().bind(table, tokens), tokens
+    return Ring().bind(Needs(table, tokens)), tokens
 
 
 def computes(all_legs, pairs):

@@ -222,10 +222,10 @@ def test_masks_whose_documents_do_not_fit_are_refused():
 class Lazy(Route):
     """Brings nothing: every rank sees its own block alone."""
 
-    def bind(self, needs, tokens):
+    def bind(self, needs):
         class Bound(BoundRoute):
             def forward(self, ring_rank):
-                return Legs(np.array([[ring_rank, -1, -1, 0, -1]]), np.zeros((0, 11), np.int64))
+                return Legs(np.array([[ring_rank, -1, -1, 0, -1, -1, ring_rank]]), np.zeros((0, 11), np.int64))
 
             backward = forward
 

@@ -19,7 +19,7 @@ PLACES = 4096
 OWNER, ROW0, ROW1 = range(3)
 Travelling = NDArray[np.int64]
 """Rows ``[n, 3]`` of (owner, first, one past the last), sorted, disjoint, never touching: key rows that some rank other
-than their owner needs."""
+than their owner needs. On a grid (`Route.grid`) the block stands for its owner, and all its rows are there."""
 
 _FAR = 2 * LONGEST
 """More than any position: ``rank * _FAR + position`` orders by rank first."""
@@ -112,8 +112,12 @@ def number_anew(tiles: tl.Tiles, source: NDArray[np.int64], away: NDArray[np.boo
     owner_begin = begin[np.searchsorted(travelling[:, OWNER], travelling[:, OWNER])]
     start = travelling[:, OWNER] * _FAR + travelling[:, ROW0]
     place = np.searchsorted(start, source[away] * _FAR + tiles[away, tl.K0], side="right") - 1
-    shift = (begin - owner_begin - travelling[:, ROW0])[place]
-    tiles[away] += shift[:, None] * _KEY_SHIFT
+    tiles[away] = shift_keys(tiles[away], (begin - owner_begin - travelling[:, ROW0])[place])
+
+
+def shift_keys(tiles: tl.Tiles, shift: NDArray[np.int64]) -> tl.Tiles:
+    """The same pairs where the keys of tile n count from ``-shift[n]``."""
+    return tiles + shift[:, None] * _KEY_SHIFT
 
 
 _KEY_SHIFT = np.zeros(8, np.int64)

@@ -23,11 +23,14 @@ from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
-from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment, Route, StepColumn
+from ringspun.core.readings import of_shards, of_units
+from ringspun.core.route.base import Legs, MessageColumn, Moment, Route, StepColumn
 from ringspun.core.text import shown
 from ringspun.errors import LayoutError, PlanError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+MANY_BLOCKS = 1 << 32
+"""More than there are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,9 @@ class Schedule:
         mask: what is computed, in every batch row or per row.
         inputs: digest of all that the schedule was made from; equal on all ranks of a ring.
         forward, backward: the passes.
+        grid: tokens at whose multiples everything is cut (`ringspun.core.route.Route.grid`), or 0. A block is then one
+            unit of keys, tiles count its rows on every rank, and no result depends on the number of ranks.
+        owners: ring rank of each block; None: a block is a rank's shard.
     """
 
     ring_rank: int
@@ -94,6 +100,8 @@ class Schedule:
     inputs: bytes
     forward: Pass
     backward: Pass
+    grid: int = 0
+    owners: NDArray[np.int64] | None = None
 
     @property
     def local_tokens(self) -> int:
@@ -102,22 +110,35 @@ class Schedule:
 
     @cached_property
     def travelling_tokens(self) -> NDArray[np.int64]:
-        """Rows of every rank's block on its way ``[R]``."""
-        return needs.count(self.travelling, self.ring_size)
+        """Rows of every block on its way."""
+        return needs.count(self.travelling, self.ring_size if self.owners is None else len(self.owners))
 
-    def travelling_rows(self, ring_rank: int) -> slice | NDArray[np.int64]:
-        """Which of its own key rows a rank sends."""
-        mine = self.travelling[self.travelling[:, needs.OWNER] == ring_rank, needs.ROW0 :]
+    def owner(self, block: int) -> int:
+        """Ring rank that holds a block."""
+        return block if self.owners is None else int(self.owners[block])
+
+    def travelling_rows(self, block: int) -> slice | NDArray[np.int64]:
+        """Which of its owner's key rows a block on its way holds."""
+        mine = self.travelling[self.travelling[:, needs.OWNER] == block, needs.ROW0 :]
         if len(mine) == 1:
             return slice(*map(int, mine[0]))
         return np.concatenate([np.zeros(0, np.int64), *(np.arange(*row) for row in mine)])
+
+    def rows_of_tiles(self, block: int) -> slice | NDArray[np.int64]:
+        """Which of its owner's key rows this rank's tiles count: all of its own shard, but for a grid."""
+        if self.owners is None and block == self.ring_rank:
+            return slice(0, None)
+        return self.travelling_rows(block)
 
     @cached_property
     def digest(self) -> bytes:
         """32 bytes that stand for the whole schedule."""
         h = hashlib.blake2b(self.inputs, digest_size=32)
-        h.update(np.array([self.ring_rank, self.ring_size, *self.tokens, *self.key_tokens], np.int64).tobytes())
-        for array in (self.travelling, *self.forward._arrays(), *self.backward._arrays()):
+        h.update(
+            np.array([self.ring_rank, self.ring_size, self.grid, *self.tokens, *self.key_tokens], np.int64).tobytes()
+        )
+        owners = np.zeros(0, np.int64) if self.owners is None else self.owners
+        for array in (self.travelling, owners, *self.forward._arrays(), *self.backward._arrays()):
             h.update(np.array(array.shape, np.int64).tobytes())
             h.update(np.ascontiguousarray(array).tobytes())
         return h.digest()
@@ -153,7 +174,8 @@ class Geometry:
         self, seq_len: int, documents: Documents | None = None, *, layout: Layout | None = None, start: int = 0
     ) -> Partition:
         """Who holds which of `seq_len` tokens."""
-        return Partition(seq_len, self.ring_size, self.layout if layout is None else layout, documents, start)
+        wanted = self.layout if layout is None else layout
+        return Partition(seq_len, self.ring_size, self.route.layout(wanted), documents, start)
 
     def sides(
         self,
@@ -276,19 +298,26 @@ def compile_schedules(
     mask = mask_of(mask)
     _check_rows(sides, mask)
     cuts = [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
-    travelling = needs.unite([needs.travelling(cut) for cut, _ in cuts])
-    travelling.setflags(write=False)
-    met = np.concatenate([needs.meetings(cut) for cut, _ in cuts])
-    bound = route.bind(met, needs.count(travelling, sides.keys.ring_size))
-    inputs = input_digest(sides, mask, route)
-    return tuple(_compile_one(sides, mask, cuts, travelling, bound, rank, inputs) for rank in ring_ranks)
+    cut = of_units(sides, cuts, route.grid) if route.grid else of_shards(sides, cuts)
+    cut.travelling.setflags(write=False)
+    bound, inputs = route.bind(cut.needs), input_digest(sides, mask, route)
+
+    def of_rank(ring_rank: int) -> Schedule:
+        read = cut.of_rank(ring_rank)
+        forward, backward = (_attach(legs(ring_rank), *read) for legs in (bound.forward, bound.backward))
+        size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
+        owners = cut.needs.owners if route.grid else None
+        return Schedule(
+            ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, route.grid, owners
+        )
+
+    return tuple(map(of_rank, ring_ranks))
 
 
-BatchRows = list[tuple[int, int]]
-ALL_ROWS: BatchRows = [(0, -1)]
+ALL_ROWS = [(0, -1)]
 
 
-def _distinct(mask: Mask | RowMasks) -> list[tuple[Mask, BatchRows]]:
+def _distinct(mask: Mask | RowMasks) -> list[tuple[Mask, list[tuple[int, int]]]]:
     """Each different mask with the ranges of batch rows that it holds for."""
     return mask.distinct() if isinstance(mask, RowMasks) else [(mask, ALL_ROWS)]
 
@@ -304,39 +333,16 @@ def _check_rows(sides: Sides, mask: Mask | RowMasks) -> None:
             )
 
 
-def _compile_one(
-    sides: Sides,
-    mask: Mask | RowMasks,
-    cuts: Sequence[tuple[Cut, BatchRows]],
-    travelling: needs.Travelling,
-    route: BoundRoute,
-    ring_rank: int,
-    inputs: bytes,
-) -> Schedule:
-    tables, sources = [], []
-    for cut, batch_rows in cuts:
-        tiles, source = tl.build(cut, ring_rank)
-        needs.number_anew(tiles, source, source != ring_rank, travelling)
-        for b0, b1 in batch_rows:
-            tables.append(tiles.copy())
-            tables[-1][:, tl.B0], tables[-1][:, tl.B1] = b0, b1
-            sources.append(source)
-    together, source = np.concatenate(tables), np.concatenate(sources)
-    forward = _attach(route.forward(ring_rank), together, source)
-    backward = _attach(route.backward(ring_rank), together, source)
-    size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
-    return Schedule(ring_rank, size, queries, keys, travelling, mask, inputs, forward, backward)
-
-
-def _attach(legs: Legs, tiles: tl.Tiles, source: NDArray[np.int64]) -> Pass:
-    """A route's pass with the tiles of each step: those of the block whose owner the step names first."""
-    owners = legs.steps[:, StepColumn.SOURCE]
-    names, first = np.unique(owners, return_index=True)
-    place = np.searchsorted(names, source)
-    unreached = (place >= len(names)) | (names[np.minimum(place, len(names) - 1)] != source)
+def _attach(legs: Legs, tiles: tl.Tiles, reader: NDArray[np.int64], block: NDArray[np.int64]) -> Pass:
+    """A route's pass with the tiles of each step: those of the reader and block that the step names first."""
+    named = legs.steps[:, StepColumn.READER] * MANY_BLOCKS + legs.steps[:, StepColumn.SOURCE]
+    wanted = reader * MANY_BLOCKS + block
+    names, first = np.unique(named, return_index=True)
+    place = np.searchsorted(names, wanted)
+    unreached = (place >= len(names)) | (names[np.minimum(place, len(names) - 1)] != wanted)
     if unreached.any():
-        raise PlanError(f"route must bring every needed block; got none from ring rank {int(source[unreached][0])}.")
+        raise PlanError(f"route must bring every needed block; got none from ring rank {int(block[unreached][0])}.")
     step = first[place]
     order = np.argsort(step, kind="stable")
-    offsets = np.append(0, np.cumsum(np.bincount(step, minlength=len(owners)))).astype(np.int64)
+    offsets = np.append(0, np.cumsum(np.bincount(step, minlength=len(named)))).astype(np.int64)
     return Pass(legs.steps, legs.messages, tiles[order], offsets)

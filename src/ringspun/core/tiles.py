@@ -54,13 +54,13 @@ def build(cut: Cut, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
             RingspunWarning,
             stacklevel=2,
         )
-    found = [(_of_every_row(local), cut.keys.runs[k_run, RANK]) for local, _, k_run in cut.pieces(mine)]
+    found = [(of_every_row(local), cut.keys.runs[k_run, RANK]) for local, _, k_run in cut.pieces(mine)]
     table = np.concatenate([t for t, _ in found])
     source = np.concatenate([s for _, s in found])
     return _coalesce(table, source) if total <= MANY_TILES else _sorted(table, source)
 
 
-def _of_every_row(local: rg.Table) -> Tiles:
+def of_every_row(local: rg.Table) -> Tiles:
     """Regions in local rows as tiles of every batch row."""
     table = np.empty((len(local), 8), np.int64)
     table[:, B0], table[:, B1], table[:, REGION] = 0, -1, local

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ringspun.core.checks import Checks
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
-from ringspun.core.route import Ring, Route
+from ringspun.core.route import InOrder, Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import shown
 from ringspun.errors import PlanError
@@ -53,8 +53,13 @@ class ContextParallel:
             neither: none is written. The group's last context decides. See `ringspun.steplog`.
         sync_steps: have all ranks finish each step before the next, so that an error or a hang names its step exactly.
             For debugging: the same bits, much slower.
+        deterministic: None: the same inputs on the same ring give the same bits. "across_rings": on rings of every
+            size, a single process too, given the same kernel and number of threads. Tokens are dealt in units of 512,
+            so that ranks may hold unequal numbers (of a short sequence none), and the route is
+            `ringspun.core.route.InOrder`; see docs/trust.md for what it costs.
     Raises:
-        PlanError: a group that cannot be used.
+        PlanError: a group that cannot be used, or a route beside `deterministic`. LayoutError: with `deterministic`, a
+            layout other than `Contiguous` and `Zigzag`.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class ContextParallel:
         timeout_s: float = 600.0,
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
+        deterministic: Literal["across_rings", False] | None = None,
     ) -> None:
         self.checks = Checks.parse(checks)
         if not (route == "auto" or isinstance(route, Route)):
@@ -87,7 +93,8 @@ class ContextParallel:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
-        chosen = route if isinstance(route, Route) else Ring()
+        chosen = _route(route, deterministic)
+        chosen.layout(layout)
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
@@ -203,6 +210,22 @@ class ContextParallel:
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
         return f"ContextParallel(ring_size={self.ring_size}, layout={self.geometry.layout}, driver={name})"
+
+
+def _route(route: Route | str, deterministic: object) -> Route:
+    """What `ContextParallel` is given, as a route."""
+    if deterministic is not None and deterministic is not False and deterministic != "across_rings":
+        raise PlanError(
+            f"deterministic must be None or 'across_rings'; got {deterministic!r}. The same inputs on the same ring "
+            "give the same bits in any case."
+        )
+    if not deterministic:
+        return route if isinstance(route, Route) else Ring()
+    if route != "auto":
+        raise PlanError(
+            f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."
+        )
+    return InOrder()
 
 
 def _driver(group: Any, timeout_s: float) -> Driver:

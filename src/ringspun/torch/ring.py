@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, pack_slot
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, Header, Payload
 from ringspun.errors import TransferError
@@ -60,9 +60,15 @@ class Job:
     sync_steps: bool
     sums: bool
 
-    def block(self, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
-        """Local queries and the block of ring rank `source`."""
-        bias = None if self.bias is None else self.bias.block(source)
+    @property
+    def parts(self) -> list[slice]:
+        """Rows of the queries that are summed over, or gone through, by themselves: all, or each unit on a grid."""
+        tokens, grid = self.schedule.local_tokens, self.schedule.grid
+        return [slice(a, min(a + grid, tokens)) for a in range(0, tokens, grid)] if grid else [slice(0, tokens)]
+
+    def block(self, step: int, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
+        """Local queries and the block `source`, of a step."""
+        bias = None if self.bias is None or not len(self.tiles[step].tiles) else self.bias.block(source)
         return Block(q, *keys, self.terms.scale, self.terms.softcap, bias)
 
 
@@ -74,30 +80,32 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
-        mail.note(What.COMPUTE, step, source=int(row[StepColumn.SOURCE]))
-        block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
+        mail.note(What.COMPUTE, step, source=job.schedule.owner(int(row[StepColumn.SOURCE])))
+        block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
-        running.add_sinks(job.terms.sinks)
+        for part in job.parts:
+            running.add_sinks(job.terms.sinks, part)
     return running.out.to(q.dtype), running.lse
 
 
 def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
-    """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its share of the bias's gradient (empty without
-    one). Blocks go round again; their gradients follow them home."""
-    one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
+    """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its shares of the bias's gradient: one, or one per
+    unit of queries on a grid. Blocks go round again; their gradients follow them home."""
+    one, dtype, grid = job.schedule.backward, accumulator_dtype(q.dtype), job.schedule.grid
     mail = _Mail(job, one, (k, v))
     dq, own = RowSum(q, dtype), (RowSum(k, dtype), RowSum(v, dtype))
-    dbias = q.new_zeros(0, dtype=dtype) if job.bias is None else torch.zeros_like(job.bias.values)
+    values = q.new_zeros(0) if job.bias is None else job.bias.values
+    dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
-        mail.note(What.COMPUTE, step, source=int(row[StepColumn.SOURCE]))
-        block = job.block(q, mail.block(step, row), int(row[StepColumn.SOURCE]))
+        mail.note(What.COMPUTE, step, source=job.schedule.owner(int(row[StepColumn.SOURCE])))
+        block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
                 yield from mail.wait(Moment.AFTER)
@@ -111,7 +119,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
                 away[0][g.k_rows.batch, :, g.k_rows.tokens] += g.dk
                 away[1][g.k_rows.batch, :, g.k_rows.tokens] += g.dv
             if g.dbias is not None:
-                dbias += g.dbias
+                dbias[g.q_rows.tokens.start // grid if grid else 0] += g.dbias
         if not arrived:
             yield from mail.wait(Moment.AFTER)
             mail.gradients(row)
@@ -129,11 +137,9 @@ class _Mail:
         self._job, self._pass, self._own = job, one, own
         self._me = job.schedule.ring_rank
         self._device = own[0].device
-        rows = job.schedule.travelling_rows(self._me)
-        self._travelling = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
         self._slots = {
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in _slot_rows(one).items()
+            for key, rows in _slot_rows(one, job.schedule.travelling_tokens).items()
         }
         self._open: dict[Moment, tuple[Any, int, list[tuple[Tensor, Header, int]]]] = {}
         self.note = partial(job.log.note, job.call, job.phase)
@@ -148,18 +154,18 @@ class _Mail:
             header = Header(self._job.plan_id, self._job.call, self._job.phase, payload, step, source, buffer.numel())
             action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
             if action == Action.SEND:
-                own = row[MessageColumn.SLOT] == OWN
-                if own:
-                    self._pack(buffer, payload)
-                self._seal(buffer, header, relayed=payload == Payload.KV and not own)
+                packed = row[MessageColumn.SLOT] <= OWN
+                if packed:
+                    self._pack(int(row[MessageColumn.SLOT]), source)
+                self._seal(buffer, header, relayed=payload == Payload.KV and not packed)
             else:
                 # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
                 buffer[-END_BYTES:].zero_()
                 expected.append((buffer, header, peer))
-            what = f"{payload.name} of ring rank {source} at step {step} of call {self._job.call}"
+            what = f"{payload.name} of {self._named(source)} at step {step} of call {self._job.call}"
             transfers.append(Transfer(action, peer, buffer, what, header))
             posted = What.SEND if action == Action.SEND else What.RECEIVE
-            self.note(posted, step, moment, payload, source, peer, header.length)
+            self.note(posted, step, moment, payload, self._job.schedule.owner(source), peer, header.length)
         if transfers:
             self._open[moment] = ((yield transfers), step, expected)
 
@@ -193,8 +199,12 @@ class _Mail:
 
     def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
-        if row[StepColumn.SLOT] == OWN or len(self._pass.tiles_of(step)) == 0:
+        if len(self._pass.tiles_of(step)) == 0:
             return self._own
+        if row[StepColumn.SLOT] == OWN:
+            rows = self._indices(self._job.schedule.rows_of_tiles(int(row[StepColumn.SOURCE])))
+            k, v = (x[:, :, rows] for x in self._own)
+            return (_copy(k), _copy(v)) if self._job.schedule.grid else (k, v)
         return self._views(Payload.KV, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
 
     def gradients(self, row: Any) -> tuple[Tensor, Tensor] | None:
@@ -212,8 +222,20 @@ class _Mail:
         """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
         if row[StepColumn.HOME_SLOT] == NONE:
             return
-        for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), self._me), strict=True):
-            mine.sum[:, :, self._travelling] += theirs
+        block = int(row[StepColumn.HOME])
+        rows = self._indices(self._job.schedule.travelling_rows(block))
+        for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), block), strict=True):
+            mine.sum[:, :, rows] += theirs
+
+    def _named(self, block: int) -> str:
+        """A block in words: it is a rank's shard, or a part of it."""
+        schedule = self._job.schedule
+        part = f"unit {block} of " if schedule.grid else ""
+        return f"{part}ring rank {schedule.owner(block)}"
+
+    def _indices(self, rows: Any) -> Any:
+        """Rows as torch takes them."""
+        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
 
     def _seal(self, buffer: Tensor, header: Header, *, relayed: bool) -> None:
         """Write header and end mark. A relayed block keeps its owner's checksum, so that what this rank's own memory
@@ -235,8 +257,8 @@ class _Mail:
                 must, why = "arrive as it was sent", "Bytes were damaged on the way or in memory"
         if found:
             raise TransferError(
-                f"ring rank {self._me}: the {Payload(header.payload).name} block of ring rank {header.source} that "
-                f"ring rank {peer} sent at step {header.step} of call {header.call} must {must}; got "
+                f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
+                f"that ring rank {peer} sent at step {header.step} of call {header.call} must {must}; got "
                 f"{', '.join(found)}. {why}; the result is not returned."
             )
 
@@ -244,7 +266,7 @@ class _Mail:
         return checksum(buffer[HEADER_BYTES:-END_BYTES]) if self._job.sums else 0
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
-        return self._slots[payload, max(slot, 0)][: self._job.wire.message_bytes(payload, rows)]
+        return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
 
     def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
         rows = int(self._job.schedule.travelling_tokens[source])
@@ -256,19 +278,28 @@ class _Mail:
         )
         return first, second
 
-    def _pack(self, buffer: Tensor, payload: Payload) -> None:
-        for view, mine in zip(self._views(payload, 0, self._me), self._own, strict=True):
-            view.copy_(mine[:, :, self._travelling])
+    def _pack(self, slot: int, block: int) -> None:
+        rows = self._indices(self._job.schedule.travelling_rows(block))
+        for view, mine in zip(self._views(Payload.KV, slot, block), self._own, strict=True):
+            view.copy_(mine[:, :, rows])
 
 
 def _words(data: Tensor) -> NDArray[np.int64]:
     return data.cpu().view(torch.int64).numpy()
 
 
-def _slot_rows(one: Pass) -> dict[tuple[Payload, int], int]:
+def _slot_rows(one: Pass, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
     """Buffers that a pass uses and the most rows each has to hold."""
     rows: dict[tuple[Payload, int], int] = {}
-    for m in one.messages:
-        key = (Payload(m[MessageColumn.PAYLOAD]), max(int(m[MessageColumn.SLOT]), 0))
-        rows[key] = max(rows.get(key, 0), int(m[MessageColumn.ROW1]))
+    used = [(m[MessageColumn.PAYLOAD], m[MessageColumn.SLOT], m[MessageColumn.ROW1]) for m in one.messages]
+    gathers = one.steps[one.steps[:, StepColumn.GRAD_SLOT] != OWN]
+    used += [(Payload.DKV, s[StepColumn.GRAD_SLOT], rows_of_blocks[s[StepColumn.SOURCE]]) for s in gathers]
+    for payload, slot, count in used:
+        key = Payload(payload), pack_slot(int(slot))
+        rows[key] = max(rows.get(key, 0), int(count))
     return rows
+
+
+def _copy(x: Tensor) -> Tensor:
+    """As it would lie in a message."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,8 @@ from ringspun.torch.kernels.base import Rows
 
 class RowSum:
     """A sum over parts of rows ``[B, H, T, D]``. What comes first to a row is written, not added to a zero that would
-    have had to be written before: kernels go through rows in order, and most of them are met once.
+    have had to be written before: kernels go through rows in order, and most of them are met once. The bits are those
+    of a sum that starts from zero (-0 becomes 0), so that they do not tell what came to which row first.
 
     Args:
         like: whose shape and device. dtype: of the sum.
@@ -35,7 +36,7 @@ class RowSum:
             self._sum[rows.batch, :, rows.tokens] += part
             return
         self._zero_up_to(first)
-        self._sum[:, :, first:last] = part
+        torch.add(part, 0.0, out=self._sum[:, :, first:last])
         self._fresh = last
 
     def _zero_up_to(self, last: int) -> None:

@@ -1,6 +1,7 @@
 """Routes: which messages move whose rows over which link, per step; one file each."""
 
 from ringspun.core.route.base import Action, Route
+from ringspun.core.route.in_order import InOrder
 from ringspun.core.route.ring import Ring
 
-__all__ = ["Action", "Ring", "Route"]
+__all__ = ["Action", "InOrder", "Ring", "Route"]

@@ -20,26 +20,31 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspun.core.layout.base import Layout
+
 Rows = NDArray[np.int64]
 NONE = -1
 OWN = -1
 
 
 class StepColumn(IntEnum):
-    """Columns of a step: owner of the key block; slot it lies in (`OWN`: the rank's own tensors); slot in which its
-    gradients gather (`OWN`: the rank's own accumulators); whether that slot starts from zero here; and the slot of
-    gradients that have come home and are added to the rank's own (`NONE`: none)."""
+    """Columns of a step: the key block; slot it lies in (`OWN`: the rank's own tensors); slot in which its gradients
+    gather (`OWN`: the rank's own accumulators); whether that slot starts from zero here; the slot of gradients that
+    have come home and are added to the rank's own (`NONE`: none), and their block; and the reader whose queries meet
+    the block (`Needs`; `NONE`: nobody's)."""
 
     SOURCE = 0
     SLOT = 1
     GRAD_SLOT = 2
     GRAD_FRESH = 3
     HOME_SLOT = 4
+    HOME = 5
+    READER = 6
 
 
 class MessageColumn(IntEnum):
-    """Columns of a message: step that posts it; `Moment`; `Action`; `Payload`; the other rank; owner of the rows; row
-    range; head range (-1: all); buffer slot (`OWN`: packed from the rank's own tensors into slot 0)."""
+    """Columns of a message: step that posts it; `Moment`; `Action`; `Payload`; the other rank; the block; row range;
+    head range (-1: all); buffer slot (``OWN - n``: packed from the rank's own tensors into slot n)."""
 
     STEP = 0
     MOMENT = 1
@@ -68,16 +73,32 @@ class Action(IntEnum):
     RECEIVE = 1
 
 
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """Which queries meet which block of keys. Readers are ranks and blocks their shards. On a grid (`Route.grid`) a
+    block is one unit, and readers are a few neighbouring units of a rank's queries, numbered in the sequence's order.
+
+    Args:
+        pairs: ``[n, 2]`` of (reader, block), in any order, perhaps repeated. tokens: rows of each block that travel.
+        readers, owners: ring rank of each reader and of each block; default: that of its number.
+    """
+
+    pairs: Rows
+    tokens: Rows
+    readers: Rows | None = None
+    owners: Rows | None = None
+
+
 @dataclass(frozen=True)
 class Legs:
-    """One pass of one rank as a route lays it out: ``steps [n, 5]``, ``messages [m, 11]`` sorted by step and moment."""
+    """One pass of one rank as a route lays it out: ``steps [n, 7]``, ``messages [m, 11]`` sorted by step and moment."""
 
     steps: Rows
     messages: Rows
 
 
 class BoundRoute(ABC):
-    """A route that knows which rank needs whose keys; gives every rank its passes."""
+    """A route that knows who needs which keys; gives every rank its passes."""
 
     @abstractmethod
     def forward(self, ring_rank: int) -> Legs:
@@ -93,17 +114,27 @@ class Route(ABC):
     """Which messages move whose rows. A new route is one subclass."""
 
     @abstractmethod
-    def bind(self, needs: Rows, tokens: Rows) -> BoundRoute:
-        """The route for given needs.
+    def bind(self, needs: Needs) -> BoundRoute:
+        """The route for given needs."""
 
-        Args:
-            needs: ``[n, 2]`` of (i, j): rank i computes pairs with rank j's keys. tokens: key rows per rank ``[R]``.
-        """
+    @property
+    def grid(self) -> int:
+        """Tokens at whose multiples queries and keys are cut, whoever holds them; 0: shards are not cut."""
+        return 0
+
+    def layout(self, layout: Layout) -> Layout:
+        """How tokens are dealt where the user wants `layout`."""
+        return layout
 
     def __str__(self) -> str:
         """Name and options: what stands for the route in a plan's digest, so that different routes never look alike."""
         shown = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
         return f"{type(self).__name__.lower()}({shown})" if shown else type(self).__name__.lower()
+
+
+def pack_slot(slot: int) -> int:
+    """The buffer that a message's slot means, wherever its content comes from."""
+    return slot if slot >= 0 else OWN - slot
 
 
 def messages(

@@ -25,6 +25,7 @@ from ringspun.core.route.base import (
     BoundRoute,
     Legs,
     Moment,
+    Needs,
     Route,
     Rows,
     StepColumn,
@@ -40,14 +41,14 @@ SLOTS = 2
 class Ring(Route):
     """Relay round the ring, hops that nobody needs left out."""
 
-    def bind(self, needs: Rows, tokens: Rows) -> BoundRoute:
-        size = len(tokens)
-        hop = (needs[:, 0] - needs[:, 1]) % size
+    def bind(self, needs: Needs) -> BoundRoute:
+        size, pairs = len(needs.tokens), needs.pairs
+        hop = (pairs[:, 0] - pairs[:, 1]) % size
         travels = hop > 0
         first, last = np.full(size, size, np.int64), np.zeros(size, np.int64)
-        np.minimum.at(first, needs[travels, 1], hop[travels])
-        np.maximum.at(last, needs[travels, 1], hop[travels])
-        return BoundRing(tokens, first, last)
+        np.minimum.at(first, pairs[travels, 1], hop[travels])
+        np.maximum.at(last, pairs[travels, 1], hop[travels])
+        return BoundRing(needs.tokens, first, last)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class BoundRing(BoundRoute):
         steps[:, StepColumn.GRAD_SLOT] = OWN
         steps[:, StepColumn.GRAD_FRESH] = 0
         steps[:, StepColumn.HOME_SLOT] = NONE
+        steps[:, [StepColumn.HOME, StepColumn.READER]] = ring_rank
         return steps
 
     def _rows(
