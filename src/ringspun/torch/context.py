@@ -8,6 +8,7 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -89,6 +90,7 @@ class ContextParallel:
                 raise PlanError(f"log_dir must be a path; got {folder!r}.")
             self.driver.state.log_dir = os.path.abspath(folder)
         self.pool = BufferPool()
+        self.key = next(_keys)  # of this process; an id() would be given again to a later context
         self._number: int | None = None
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
@@ -210,6 +212,9 @@ class ContextParallel:
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
         return f"ContextParallel(ring_size={self.ring_size}, layout={self.geometry.layout}, driver={name})"
+
+
+_keys = itertools.count()
 
 
 def _route(route: Route | str, deterministic: object) -> Route:

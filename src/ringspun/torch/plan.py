@@ -298,7 +298,7 @@ class Plan:
                     "(fullgraph=True) can hold it; got its first call. Later plans of the context need none."
                 )
             execution = Execution(self._calls, options)
-            self._handles[options] = REGISTRY.add(id(self._context), execution), execution
+            self._handles[options] = REGISTRY.add(self._context.key, execution), execution
             if len(self._handles) > KEPT_OPTIONS:  # a new bias function in every call, say
                 del self._handles[next(o for o in self._handles if o != Options())]  # compiled calls count on that one
             self._context.remember(options)

@@ -66,6 +66,11 @@ class Job:
         tokens, grid = self.schedule.local_tokens, self.schedule.grid
         return [slice(a, min(a + grid, tokens)) for a in range(0, tokens, grid)] if grid else [slice(0, tokens)]
 
+    def owner(self, step: int, row: Any) -> int:
+        """Ring rank whose keys a step computes with; this one's where it computes nothing."""
+        schedule = self.schedule
+        return schedule.owner(int(row[StepColumn.SOURCE])) if len(self.tiles[step].tiles) else schedule.ring_rank
+
     def block(self, step: int, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
         """Local queries and the block `source`, of a step."""
         bias = None if self.bias is None or not len(self.tiles[step].tiles) else self.bias.block(source)
@@ -80,7 +85,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
-        mail.note(What.COMPUTE, step, source=job.schedule.owner(int(row[StepColumn.SOURCE])))
+        mail.note(What.COMPUTE, step, source=job.owner(step, row))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
@@ -104,7 +109,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
-        mail.note(What.COMPUTE, step, source=job.schedule.owner(int(row[StepColumn.SOURCE])))
+        mail.note(What.COMPUTE, step, source=job.owner(step, row))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
