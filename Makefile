@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check support-table bench clean
+.PHONY: env demo test lint check support-table bench mutation clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -31,6 +31,10 @@ support-table: env
 
 bench: env
 	$(BIN)/ringspun bench ring --ranks 2,4 --seq-len 16384
+
+# Slow (10 minutes on 2 cores). Plants 300 faults in the core, one at a time, and shows which of them no test notices.
+mutation: env
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutation.py
 
 lint: env
 	$(BIN)/ruff check src tests benchmarks examples

@@ -191,6 +191,17 @@ def test_the_running_merge_takes_parts_of_rows_in_any_order(parts):
     torch.testing.assert_close(running.lse, expected[1], rtol=0, atol=1e-14)
 
 
+def test_the_running_merge_keeps_its_dtype():
+    """Whatever parts come in, the first one included, which is taken as it is where it is whole."""
+    x, lse = partial(0)
+    running = RunningSoftmax(x.shape, torch.float32, x.device)
+    for _ in range(2):
+        running.add(None, x.bfloat16(), lse.clone())
+        assert running.out.dtype == running.lse.dtype == torch.float32
+    torch.testing.assert_close(running.out, x.bfloat16().float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(running.lse, (lse + math.log(2)).float(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_sink_is_one_more_key_of_value_zero(dtype):
     """Per head, also for a row without keys; a sink of -inf is none, bit for bit."""
