@@ -61,6 +61,14 @@ def test_lowered_plans_are_three_kinds_and_the_same_pairs(plan):
             assert_lowered(tiles[source == owner], LENGTH)
 
 
+def test_every_small_tile_is_lowered_right():
+    bounds = [*range(-4, 5), rg.UNBOUNDED]
+    for q1, k1 in np.ndindex(5, 5):
+        for lo in (-b for b in bounds):
+            for hi in bounds:
+                assert_lowered(one(q1, k1, lo, hi), 4)
+
+
 def one(q1, k1, lo, hi):
     return np.array([[0, -1, 0, q1, 0, k1, lo, hi]], np.int64)
 

@@ -230,7 +230,7 @@ def test_only_masks_combine():
             lambda: Prefix([[1], [2]], Documents([2, 3])),
             r"Prefix n must be one-dimensional \(one row\); got shape \(2, 1\)",
         ),
-        (lambda: Documents([2, -1, -3]), r"document lengths must be >= 0; got -1 for document 1\."),
+        (lambda: Documents([2, 0, -1, -3]), r"document lengths must be >= 0; got -1 for document 2\."),
         (lambda: Documents([[2, 3]]), r"document lengths must be one-dimensional \(one row\); got shape \(1, 2\)\."),
         (
             lambda: Documents([2, 3], starts=[0]),
@@ -241,7 +241,7 @@ def test_only_masks_combine():
             r"documents must follow each other without overlap; got document 1 starting at 1\.",
         ),
         (
-            lambda: Documents([2, 3], starts=[5, 1]),
+            lambda: Documents([2, 3, 4], starts=[5, 1, 3]),
             r"documents must follow each other without overlap; got document 1 starting at 1\.",
         ),
         (
