@@ -158,3 +158,10 @@ def layouts():
         st.sampled_from((Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())),
         st.builds(Scattered, st.integers(0, 10_000), st.integers(1, 4)),
     )
+
+
+@st.composite
+def plans(draw, longest):
+    """A mask, a length, a ring size and a layout."""
+    length = draw(st.integers(0, longest))
+    return draw(masks(length)), length, draw(st.integers(1, 7)), draw(layouts())

@@ -181,6 +181,13 @@ def test_from_segment_ids_with_padding_anywhere():
     assert Documents.from_segment_ids([-1, 4, 4, -1, 5]) == Documents([2, 1], starts=[1, 4])
 
 
+def test_strings_of_documents():
+    """Starts are shown where the lengths alone do not say them."""
+    assert str(Documents([2, 0, 3])) == str(Documents([2, 0, 3], starts=[0, 2, 2])) == "documents([2, 0, 3])"
+    assert str(Documents([2, 3], starts=[0, 3])) == "documents([2, 3], starts=[0, 3])"
+    assert str(Documents(())) == "documents([])"
+
+
 def test_P2_positions_restart_in_each_document():
     """Later packed documents reuse document 0's positions."""
     assert Documents([4, 4]).positions(9).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]

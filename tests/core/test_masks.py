@@ -9,7 +9,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringspun import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window, parse_mask
+from ringspun import (
+    Anchors,
+    Band,
+    Blocks,
+    Causal,
+    Chunks,
+    DocumentPairs,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    Prefix,
+    Window,
+    parse_mask,
+)
 from ringspun.core import reference
 from ringspun.core import regions as rg
 from ringspun.errors import DtypeError, MaskError
@@ -125,11 +139,15 @@ def matrix(rows: str) -> np.ndarray:
         (Causal() & (Window(2) | Anchors(1)), "1.... 11... 111.. 1.11. 1..11"),
         (Chunks(2), "11... 11... ..11. ..11. ....1"),
         (Blocks([[1], [0, 2]], size=2), "..11. ..11. 11..1 11..1 ....."),
+        (Keys(1, 3), ".11.. .11.. .11.. .11.. .11.."),
+        (DocumentPairs(Documents([2, 1]), Documents([3, 2])), "111.. 111.. ...11 ..... ....."),
     ],
     ids=str,
 )
 def test_masks_drawn(mask: Mask, rows: str):
     np.testing.assert_array_equal(mask.as_array(5), matrix(rows))
+    assert mask.as_array(5).flags.writeable
+    np.testing.assert_array_equal(rg.as_array(mask.regions(5, 5), 5, 5), matrix(rows))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +230,7 @@ def test_only_masks_combine():
             lambda: Prefix([[1], [2]], Documents([2, 3])),
             r"Prefix n must be one-dimensional \(one row\); got shape \(2, 1\)",
         ),
-        (lambda: Documents([2, -1]), r"document lengths must be >= 0; got -1 for document 1\."),
+        (lambda: Documents([2, 0, -1, -3]), r"document lengths must be >= 0; got -1 for document 2\."),
         (lambda: Documents([[2, 3]]), r"document lengths must be one-dimensional \(one row\); got shape \(1, 2\)\."),
         (
             lambda: Documents([2, 3], starts=[0]),
@@ -223,7 +241,7 @@ def test_only_masks_combine():
             r"documents must follow each other without overlap; got document 1 starting at 1\.",
         ),
         (
-            lambda: Documents([2, 3], starts=[5, 1]),
+            lambda: Documents([2, 3, 4], starts=[5, 1, 3]),
             r"documents must follow each other without overlap; got document 1 starting at 1\.",
         ),
         (
@@ -260,7 +278,7 @@ def test_documents_of_a_prefix_must_be_documents(kind, given_documents):
         kind(3, documents=given_documents)
 
 
-@pytest.mark.parametrize("value", [sys.maxsize, np.int64(-1) << 63, 10**30], ids=["largest", "smallest", "huge"])
+@pytest.mark.parametrize("value", [sys.maxsize, np.int64(-1) << 63, 10**30, 2**60 + 1], ids=str)
 def test_bounds_beyond_any_length_are_refused(value):
     """They would overflow in the regions, and a window of `sys.maxsize` silently see nothing."""
     for build in (lambda: Band(value, None), lambda: Band(None, value)):
@@ -274,6 +292,14 @@ def test_bounds_beyond_any_length_are_refused(value):
 
 def test_the_largest_window_sees_everything_before():
     np.testing.assert_array_equal(rg.as_array(Window(1 << 60).regions(6, 6), 6, 6), Causal().as_array(6))
+    assert Band(-(1 << 60), 1 << 60).regions(6, 6).tolist() == []
+    assert Documents([1 << 60]).end == Documents([0], [1 << 60]).starts[0] == 1 << 60
+    assert Blocks([[(1 << 53) - 1]], size=128).keys == (((1 << 53) - 1,),)
+    for beyond in (lambda: Documents([1 << 60, 1]), lambda: Documents([0], [(1 << 60) + 1])):
+        with pytest.raises(MaskError, match=r"at most 2\*\*60"):
+            beyond()
+    with pytest.raises(MaskError, match=r"got block 9007199254740992 of 128 tokens"):
+        Blocks([[1 << 53]], size=128)
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], ["1"], [True, False], 2.5])

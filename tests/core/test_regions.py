@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringspun.core import regions as rg
@@ -73,6 +73,8 @@ def test_count_is_exact_for_any_row(row):
 
 
 @given(loose_rows())
+@example(np.array([[2, 5, 1, 4, -rg.UNBOUNDED, rg.UNBOUNDED]]))
+@example(np.array([[0, 8, 2, 7, -1, 9]]))
 def test_tighten_keeps_the_pairs_and_reaches_its_fixed_point(row):
     tight = rg.tighten(row)
     np.testing.assert_array_equal(dense(tight), dense(row))
@@ -83,6 +85,13 @@ def test_tighten_keeps_the_pairs_and_reaches_its_fixed_point(row):
         behind = pairs[:, 0] - pairs[:, 1]
         assert (*pairs.min(axis=0), *pairs.max(axis=0) + 1) == (q0, k0, q1, k1)
         assert (behind.min(), behind.max()) == (lo, hi)
+
+
+@given(SETS, loose_rows())
+def test_rows_that_nobody_has_tightened_are_operands_like_any(a, row):
+    """Rectangles and bands may reach beyond their pairs, or be empty by `lo > hi` alone."""
+    assert_is(rg.subtract(a, row), dense(a) & ~dense(row))
+    assert_is(rg.intersect(a, row), dense(a) & dense(row))
 
 
 def test_count_at_lengths_no_array_could_hold():

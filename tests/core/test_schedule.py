@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from ringspun import Band, Causal, Contiguous, Documents, Full, Mask, Striped, Window, Zigzag
 from ringspun.core import regions as rg
+from ringspun.core import tiles as tl
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring, Route
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment
-from ringspun.core.schedule import Geometry, compile_schedules, input_digest
+from ringspun.core.schedule import Geometry, _regions, compile_schedules, input_digest
 from ringspun.errors import MaskError, PlanError
 from tests.core import strategies
 
@@ -82,6 +83,12 @@ def test_a_schedule_prints_what_it_is_not_what_it_holds():
 def test_some_ranks_only():
     some = Geometry(4, (2, 0), Zigzag(), Ring()).schedule(MASK, LENGTH)
     assert list(some) == [make()[2], make()[0]]
+
+
+def test_regions_that_schedules_share_are_read_only():
+    sides = geometry().sides(LENGTH)
+    assert _regions(MASK, sides) is _regions(MASK, sides)
+    assert not _regions(MASK, sides).flags.writeable
 
 
 def test_arrays_are_read_only():
@@ -194,6 +201,19 @@ def test_passes_by_step_and_moment():
         assert len(one.tile_offsets) == len(one) + 1
         for t, m in np.ndindex(len(one), len(Moment)):
             assert (one.messages_of(t, m)[:, [MessageColumn.STEP, MessageColumn.MOMENT]] == (t, m)).all()
+
+
+def test_every_batch_row_has_the_tiles_of_its_own_mask():
+    """Rows that share a mask without lying together, too; pairs are those of all rows together."""
+    a, b = Causal(), Causal() & Documents([3, 5])
+    masks = [a, a, b, a, b]
+    for s, alone_a, alone_b in zip(make(masks, 8, 2), make(a, 8, 2), make(b, 8, 2), strict=True):
+        tiles = s.forward.tiles
+        for row, mask in enumerate(masks):
+            mine = tiles[(tiles[:, tl.B0] <= row) & (row < tiles[:, tl.B1])]
+            its_own = (alone_a if mask == a else alone_b).forward.pairs
+            assert tl.count_pairs(mine).sum() == its_own.sum()
+        assert s.forward.pairs.sum() == 3 * alone_a.forward.pairs.sum() + 2 * alone_b.forward.pairs.sum()
 
 
 NO_MASKS = {

@@ -80,7 +80,9 @@ def test_a_geometry_takes_the_documents_of_the_mask():
     assert GEOMETRY.sides(8, mask=Causal() & docs).queries.documents == docs
     assert GEOMETRY.sides(8, mask=[docs, Causal() & docs]).queries.documents == docs
     assert GEOMETRY.sides(8, mask=RowMasks([docs, Causal()])).queries.documents is None
+    assert GEOMETRY.sides(8, mask=[docs & Documents([8]), docs]).queries.documents == docs, "the first of several"
     assert GEOMETRY.sides(8, Documents([8]), mask=Causal() & docs).queries.documents == Documents([8])
+    assert GEOMETRY.sides(8, key_len=0).keys.seq_len == 0
     across = GEOMETRY.sides(2, mask=docs, key_len=8)
     assert across.queries.documents is None and across.keys.seq_len == 8, "documents of the keys alone"
     assert GEOMETRY.sides(2, mask=docs, key_len=8, query_start=6).queries.documents == docs

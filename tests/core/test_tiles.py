@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ringspun import Anchors, Band, Causal, Chunks, Contiguous, Documents, Full, Prefix, Striped, Window, Zigzag
+from ringspun import (
+    Anchors,
+    Band,
+    Blocks,
+    Causal,
+    Chunks,
+    Contiguous,
+    Documents,
+    Full,
+    Layout,
+    Prefix,
+    Striped,
+    Window,
+    Zigzag,
+)
 from ringspun.core import cut, needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut
-from ringspun.core.partition import Partition
+from ringspun.core.partition import LONGEST, Partition
 from ringspun.core.route import Ring
 from ringspun.core.route.base import StepColumn
 from ringspun.core.schedule import Geometry
@@ -42,17 +58,11 @@ def times_computed(queries, keys, tiles_by_rank, on_their_way=None):
 def built(queries, keys, regions):
     for rank in range(queries.ring_size):
         tiles, source = tl.build(Cut(queries, keys, regions), rank)
-        assert (np.diff(source) >= 0).all()
+        np.testing.assert_array_equal(np.lexsort((tiles[:, tl.K0], tiles[:, tl.Q0], source)), np.arange(len(tiles)))
         yield from ((rank, s, tile) for s, tile in zip(source, tiles, strict=True))
 
 
-@st.composite
-def plans(draw):
-    length = draw(st.integers(0, LENGTH))
-    return draw(strategies.masks(length)), length, draw(st.integers(1, 7)), draw(strategies.layouts())
-
-
-@given(plans())
+@given(strategies.plans(LENGTH))
 def test_every_allowed_pair_is_computed_exactly_once_at_the_right_step(plan):
     mask, length, size, layout = plan
     geometry = Geometry(size, tuple(range(size)), layout, Ring())
@@ -72,7 +82,7 @@ def test_every_allowed_pair_is_computed_exactly_once_at_the_right_step(plan):
         assert all(tl.count_pairs(one.tiles).all() for one in passes), "a tile without pairs"
 
 
-@given(plans())
+@given(strategies.plans(LENGTH))
 def test_rows_that_travel_are_those_that_another_rank_needs(plan):
     mask, length, size, layout = plan
     partition = Partition(length, size, layout)
@@ -95,7 +105,15 @@ def test_rows_that_travel_on_two_sides_and_for_several_masks():
     assert len(alone) == 0
 
 
-@given(plans())
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_that_travel_of_the_longest_sequence(size):
+    """Ranks and positions are ordered as one number, which the last position must not carry over to the next rank."""
+    partition = Partition(LONGEST, size, Contiguous())
+    travelling = needs.travelling(Cut(partition, partition, Full().regions(LONGEST, LONGEST)))
+    np.testing.assert_array_equal(travelling, needs.whole(partition.tokens))
+
+
+@given(strategies.plans(LENGTH))
 def test_meetings_are_the_ranks_that_share_a_pair(plan):
     mask, length, size, layout = plan
     partition = Partition(length, size, layout)
@@ -132,6 +150,8 @@ def test_many_short_documents_on_few_ranks():
         regions = (Causal() & docs).regions(docs.end, docs.end)
         times = times_computed(partition, partition, built(partition, partition, regions))
         np.testing.assert_array_equal(times, (Causal() & docs).as_array(docs.end))
+        met = set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist()))
+        assert met == {(r, s) for r, s, _ in built(partition, partition, regions)}
 
 
 # ---- steps ----
@@ -172,6 +192,30 @@ def test_differing_steps_name_steps_and_layouts():
             r"Use one layout for both\.",
         ):
             call()
+
+
+@dataclass(frozen=True)
+class HalfStriped(Layout):
+    """Neighbours on rank 0, and from position 4 on even positions on rank 1 and odd ones on rank 2."""
+
+    def deal(self, seq_len, ring_size, documents):
+        return np.array([[0, 0, 4, 1], [1, 4, seq_len, 2], [2, 5, seq_len, 2]])
+
+
+def test_keys_with_steps_under_queries_without():
+    """Single queries meet every step; that a region reaches a run with steps does not mean that it sees a key of it."""
+    queries, keys = Partition(3, 3, Contiguous()), Partition(12, 3, HalfStriped())
+    regions = Band(-4, 4).regions(3, 12)  # query i sees key i + 4
+    of_keys, of_both = Cut(queries, keys, regions), Cut(queries, queries, regions)
+    assert of_both.without_steps and not of_keys.without_steps
+    assert set(map(tuple, needs.meetings(of_keys).tolist())) == {(0, 1), (1, 2), (2, 1)}
+    assert needs.travelling(of_keys).tolist() == [[1, 0, 2], [2, 0, 1]]
+    times = times_computed(queries, keys, built(queries, keys, regions))
+    np.testing.assert_array_equal(times, Band(-4, 4).as_array(3, 12))
+    regions = Band(4, -4).regions(12, 3)  # and the other way round: query i + 4 sees key i
+    assert set(map(tuple, needs.meetings(Cut(keys, queries, regions)).tolist())) == {(1, 0), (2, 1), (1, 2)}
+    times = times_computed(keys, queries, built(keys, queries, regions))
+    np.testing.assert_array_equal(times, Band(4, -4).as_array(12, 3))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
@@ -245,6 +289,12 @@ def test_documents_make_a_tile_each_and_one_more_where_they_are_cut():
     assert tiles.tolist() == [[2, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0], [1, 1, 0, 0]]
 
 
+def test_tiles_are_in_order_of_their_rows():
+    partition = Partition(6, 1, Contiguous())
+    tiles, _ = tl.build(Cut(partition, partition, Blocks([[2], [0], [1]], size=2).regions(6, 6)), 0)
+    assert tiles[:, [tl.Q0, tl.K0]].tolist() == [[0, 4], [2, 0], [4, 2]]
+
+
 def test_coalescing_keeps_what_cannot_be_joined():
     """Touching corner to corner, or differing in batch rows, is not touching."""
     one, two = [0, -1, 0, 2, 0, 2, -1, 1], [0, -1, 2, 4, 2, 4, -1, 1]
@@ -277,6 +327,15 @@ def test_work_in_chunks_is_the_same_work(monkeypatch, chunk):
             assert set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist())) == met
 
 
+@given(st.lists(st.integers(0, 12), max_size=20), st.integers(1, 15))
+def test_parts_of_work_are_all_of_it_and_bounded(sizes, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "CHUNK", chunk)
+        parts = cut._parts(np.array(sizes, np.int64))
+    assert [i for part in parts for i in range(len(sizes))[part]] == list(range(len(sizes)))
+    assert all(sum(sizes[part][:-1]) <= chunk for part in parts), "a part goes on beyond its bound"
+
+
 @pytest.mark.parametrize(("row_gap", "column_gap", "left"), [(0, 0, 1), (1, 0, 4), (0, 1, 5), (1, 1, 20)])
 def test_coalescing_goes_on_until_nothing_joins(row_gap, column_gap, left):
     """4 x 5 rectangles of 3 x 2 pairs, in any order, with or without a gap between rows or between columns."""
@@ -305,6 +364,8 @@ def test_too_many_tiles_warn_with_their_number_and_stay_exact(monkeypatch):
         times = times_computed(striped, striped, built(striped, striped, docs.regions(64, 64)))
     np.testing.assert_array_equal(times, docs.as_array(64))
     tl.build(Cut(zigzag, zigzag, docs.regions(64, 64)), 2)  # warnings are errors here
+    monkeypatch.setattr(tl, "MANY_TILES", 64)
+    tl.build(Cut(striped, striped, docs.regions(64, 64)), 0)  # as many as that are not too many
 
 
 def test_too_many_meetings_of_stripes_are_taken_for_all(monkeypatch):
@@ -313,95 +374,20 @@ def test_too_many_meetings_of_stripes_are_taken_for_all(monkeypatch):
     partition, regions = Partition(32, 4, Striped()), docs.regions(32, 32)
     exact = set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist()))
     assert len(exact) < 16
+    travelling = needs.travelling(Cut(partition, partition, regions))
+    with monkeypatch.context() as patch:
+        patch.setattr(needs, "MANY_MEETINGS", Cut(partition, partition, regions).meetings())
+        assert set(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist())) == exact
+        np.testing.assert_array_equal(needs.travelling(Cut(partition, partition, regions)), travelling)
     with monkeypatch.context() as patch:
         patch.setattr(needs, "MANY_MEETINGS", 10)
+        np.testing.assert_array_equal(
+            needs.travelling(Cut(partition, partition, regions)), needs.whole(partition.tokens)
+        )
         assert sorted(map(tuple, needs.meetings(Cut(partition, partition, regions)).tolist())) == list(np.ndindex(4, 4))
         schedules = Geometry(4, (0, 1, 2, 3), Striped(), Ring()).schedule(docs, 32)
         assert sum(int(s.forward.pairs.sum()) for s in schedules) == docs.as_array(32).sum()
         assert all(len(s.forward) == 4 for s in schedules)
-
-
-# ---- lower ----
-
-
-@st.composite
-def band_tiles(draw):
-    q0, k0 = draw(st.integers(0, 20)), draw(st.integers(0, 20))
-    q1, k1 = q0 + draw(st.integers(0, 20)), k0 + draw(st.integers(0, 20))
-    bound = st.integers(-45, 45)
-    lo, hi = draw(bound | st.just(-rg.UNBOUNDED)), draw(bound | st.just(rg.UNBOUNDED))
-    return np.array([draw(st.integers(0, 3)), draw(st.integers(-1, 5)), q0, q1, k0, k1, lo, hi], np.int64)
-
-
-def assert_lowered(tiles, size):
-    pieces, kinds = tl.lower(tiles)
-    assert set(kinds.tolist()) <= set(tl.Kind)
-    times = np.zeros((size, size), int)
-    for (_, _, q0, q1, k0, k1, lo, hi), kind in zip(pieces, kinds, strict=True):
-        assert 0 <= q0 < q1 <= size and 0 <= k0 < k1 <= size
-        i, j = np.arange(q0, q1)[:, None], np.arange(k0, k1)[None, :]
-        allowed = {
-            tl.Kind.FULL: np.ones((q1 - q0, k1 - k0), bool),
-            tl.Kind.CAUSAL: i - q0 >= j - k0,
-            tl.Kind.ANTICAUSAL: (q1 - 1) - i >= (k1 - 1) - j,
-        }[tl.Kind(kind)]
-        assert allowed.any(axis=1).all(), "a row of a piece without a key"
-        np.testing.assert_array_equal((lo <= i - j) & (i - j <= hi), allowed, "the bounds are not the kind's")
-        times[q0:q1, k0:k1] += allowed
-    np.testing.assert_array_equal(times, sum((rg.as_array(t[None, tl.REGION], size, size) for t in tiles), times * 0))
-    return pieces, kinds
-
-
-@given(band_tiles())
-def test_lowered_tiles_are_three_kinds_and_the_same_pairs(tile):
-    pieces, _ = assert_lowered(tile[None], 40)
-    assert (pieces[:, [tl.B0, tl.B1]] == tile[[tl.B0, tl.B1]]).all()
-
-
-@given(plans())
-def test_lowered_plans_are_three_kinds_and_the_same_pairs(plan):
-    mask, length, size, layout = plan
-    partition = Partition(length, size, layout)
-    for rank in range(size):
-        tiles, source = tl.build(Cut(partition, partition, mask.regions(length, length)), rank)
-        for owner in np.unique(source):
-            assert_lowered(tiles[source == owner], LENGTH)
-
-
-def one(q1, k1, lo, hi):
-    return np.array([[0, -1, 0, q1, 0, k1, lo, hi]], np.int64)
-
-
-@pytest.mark.parametrize(
-    ("tile", "kinds"),
-    [
-        (one(6, 6, -9, 9), [tl.Kind.FULL]),
-        (one(6, 6, 0, 9), [tl.Kind.CAUSAL]),
-        (one(6, 9, 0, 9), [tl.Kind.CAUSAL]),
-        (one(6, 6, -9, 0), [tl.Kind.ANTICAUSAL]),
-        (one(6, 9, -3, 9), [tl.Kind.FULL, tl.Kind.CAUSAL]),
-        (one(6, 9, -9, 2), [tl.Kind.FULL, tl.Kind.ANTICAUSAL]),
-        (one(4, 4, 1, 2), [tl.Kind.CAUSAL, tl.Kind.FULL]),
-        (one(4, 4, 9, 9), []),
-        (one(4, 4, 1, 0), []),
-    ],
-    ids=str,
-)
-def test_kinds_of_simple_tiles(tile, kinds):
-    _, got = assert_lowered(tile, 9)
-    assert got.tolist() == kinds
-
-
-def test_a_window_lowers_to_few_pieces():
-    """Blocks as high as the band is wide: about three pieces for each, whatever the length."""
-    pieces, _ = tl.lower(one(1024, 1024, 0, 63))
-    assert len(pieces) <= 3 * (1024 // 64)
-    assert tl.count_pairs(pieces).sum() == 64 * 1024 - 63 * 64 // 2
-
-
-def test_lower_of_nothing():
-    pieces, kinds = tl.lower(np.zeros((0, 8), np.int64))
-    assert pieces.shape == (0, 8) and kinds.shape == (0,)
 
 
 def test_M19_prefix_and_documents_of_odd_lengths_run_as_they_are():

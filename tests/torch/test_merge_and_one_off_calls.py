@@ -73,6 +73,21 @@ def test_N1_gradients_past_an_empty_part_are_finite():
     assert all(g is None or torch.equal(g, torch.zeros_like(g)) for g in grads)
 
 
+@pytest.mark.parametrize("top", [-1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_N1_gradients_past_an_empty_part_are_finite_wherever_the_other_lies(top, dtype):
+    """exp overflows where the scores of the other part are very low, and 0 * inf is NaN in backward."""
+    x, lse = torch.ones(1, 2, dtype=dtype), torch.full((1,), top, dtype=dtype)
+    for marker in (-INF, INF):
+        for empty_first in (False, True):
+            parts = [t.requires_grad_() for t in (x.clone(), lse.clone(), *empty(x, marker))]
+            order = [*parts[2:], *parts[:2]] if empty_first else parts
+            out, out_lse = merge(*order)
+            grads = torch.autograd.grad(2 * out.sum() + 3 * out_lse.sum(), parts)
+            assert torch.equal(out, x) and torch.equal(out_lse, lse)
+            assert [g.flatten().tolist() for g in grads] == [[2, 2], [3], [0, 0], [0]]
+
+
 def test_N1_a_ring_in_which_a_rank_sees_nothing_at_most_steps():
     """Causal and contiguous: rank 0 sees an empty block on 3 of 4 steps."""
     plan = ContextParallel(Loopback(4)).plan(8, Causal())
@@ -174,6 +189,33 @@ def test_the_running_merge_takes_parts_of_rows_in_any_order(parts):
         running.add(Rows(rows[0], rows[2]), part[0][rows], part[1][rows])
     torch.testing.assert_close(running.out, expected[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(running.lse, expected[1], rtol=0, atol=1e-14)
+
+
+def test_the_running_merge_keeps_its_dtype():
+    """Whatever parts come in, the first one included, which is taken as it is where it is whole."""
+    x, lse = partial(0)
+    running = RunningSoftmax(x.shape, torch.float32, x.device)
+    for _ in range(2):
+        running.add(None, x.bfloat16(), lse.clone())
+        assert running.out.dtype == running.lse.dtype == torch.float32
+    torch.testing.assert_close(running.out, x.bfloat16().float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(running.lse, (lse + math.log(2)).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_sink_is_one_more_key_of_value_zero(dtype):
+    """Per head, also for a row without keys; a sink of -inf is none, bit for bit."""
+    (x, lse), sinks = partial(0, dtype), torch.tensor([0.5, -INF, -2.0], dtype=dtype)
+    x[0, :, 1], lse[0, :, 1] = 0.0, -INF
+    running = RunningSoftmax(x.shape, dtype, x.device)
+    running.add(Rows(slice(0, None), slice(0, 6)), x[:, :, :6].clone(), lse[:, :, :6].clone())
+    running.add_sinks(sinks.double())
+    x[:, :, 6], lse[:, :, 6] = 0.0, -INF
+    expected = merge(x, lse, torch.zeros_like(x), sinks[None, :, None].expand_as(lse))
+    for found, right in zip((running.out, running.lse), expected, strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, right, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    assert torch.equal(running.out[:, 1], x[:, 1]) and torch.equal(running.lse[:, 1], lse[:, 1])
 
 
 # -- blockwise_attention ---------------------------------------------------------------------------------------------

@@ -50,8 +50,9 @@ def merge(
     both = torch.logaddexp(lse_a, lse_b)
     lse = torch.where(empty_a, torch.where(empty_b, -torch.inf, lse_b), torch.where(empty_b, lse_a, both))
     safe = torch.where(empty_a & empty_b, 0.0, lse)
-    w_a = torch.exp(lse_a - safe).masked_fill(empty_a, 0)[..., None]
-    w_b = torch.exp(lse_b - safe).masked_fill(empty_b, 0)[..., None]
+    # -inf goes in before exp: an overflow that is masked afterwards is still NaN in backward
+    w_a = torch.exp((lse_a - safe).masked_fill(empty_a, -torch.inf))[..., None]
+    w_b = torch.exp((lse_b - safe).masked_fill(empty_b, -torch.inf))[..., None]
     out = torch.where(w_a == 0, 0.0, a * w_a) + torch.where(w_b == 0, 0.0, b * w_b)
     return out.to(out1.dtype), lse
 
