@@ -23,7 +23,7 @@ from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
-from ringspun.core.readings import of_shards, of_units
+from ringspun.core.readings import of_route
 from ringspun.core.route.base import Legs, MessageColumn, Moment, Route, StepColumn
 from ringspun.core.text import shown
 from ringspun.errors import LayoutError, PlanError
@@ -60,7 +60,7 @@ class Pass:
         return self.tiles[self.tile_offsets[step] : self.tile_offsets[step + 1]]
 
     def messages_of(self, step: int, moment: Moment) -> NDArray[np.int64]:
-        """Messages that `step` posts at `moment`, ``[n, 11]``."""
+        """Messages that `step` posts at `moment`, ``[n, 12]``."""
         m = self.messages
         chosen: NDArray[np.int64] = m[(m[:, MessageColumn.STEP] == step) & (m[:, MessageColumn.MOMENT] == moment)]
         return chosen
@@ -298,7 +298,7 @@ def compile_schedules(
     mask = mask_of(mask)
     _check_rows(sides, mask)
     cuts = [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
-    cut = of_units(sides, cuts, route.grid) if route.grid else of_shards(sides, cuts)
+    cut = of_route(route, sides, cuts)
     cut.travelling.setflags(write=False)
     bound, inputs = route.bind(cut.needs), input_digest(sides, mask, route)
 
@@ -306,7 +306,7 @@ def compile_schedules(
         read = cut.of_rank(ring_rank)
         forward, backward = (_attach(legs(ring_rank), *read) for legs in (bound.forward, bound.backward))
         size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
-        owners = cut.needs.owners if route.grid else None
+        owners = cut.needs.owners
         return Schedule(
             ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, route.grid, owners
         )
