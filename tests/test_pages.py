@@ -17,6 +17,7 @@ PAGES = [
     (DOCS / "attention.md", 20),
     (DOCS / "huggingface.md", 24),
     (DOCS / "testing.md", 20),
+    (DOCS / "trust.md", 6),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -14,9 +14,9 @@ from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 from ringspun.errors import NotDifferentiable, RingspunError
-from ringspun.torch import ring, sharding
+from ringspun.torch import ring, sharding, shares
 from ringspun.torch.bias import FunctionRule, RankBias, Rule
-from ringspun.torch.buffers import BufferPool
+from ringspun.torch.buffers import BufferPool, in_lines
 from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.kernels import Call, Kernel, choose
@@ -51,6 +51,11 @@ class Calls:
     schedules: tuple[Schedule, ...]
     plan_id: int
     agreed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> int:
+        """See `Schedule`."""
+        return self.schedules[0].grid
 
     @cached_property
     def n_bytes(self) -> int:
@@ -136,7 +141,6 @@ class Execution:
         if q.shape[0] == 0:
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), (jobs[0].call, mark)
-        q, k, v = self._alike(q, k, v)
         programs = [ring.forward(job, *rows) for job, rows in zip(jobs, self._rows(q, k, v), strict=True)]
         with torch.autocast(q.device.type, enabled=False):
             results = calls.driver.run(programs)
@@ -175,17 +179,17 @@ class Execution:
         if q.shape[0] == 0:
             shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared
-        q, k, v, dout, out, lse = self._alike(q, k, v, grads.dout, out, lse)
-        saved = _saved(grads._replace(dout=dout), out, lse)
+        saved = _saved(grads._replace(dout=grads.dout.contiguous()) if calls.grid else grads, out, lse)
         here = calls.driver.ring_ranks
         q_rows = sharding.slices(calls.sides.queries, here)
         programs = [
-            ring.backward(job, *rows, saved.rows(Rows(slice(None), r)))
+            ring.backward(job, *rows, self._alike(saved.rows(Rows(slice(None), r))))
             for job, rows, r in zip(jobs, self._rows(q, k, v), q_rows, strict=True)
         ]
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv, dbias = zip(*calls.driver.run(programs), strict=True)
-        return _joined(dq), _joined(dk), _joined(dv), _sink_gradients(saved, terms.sinks), sum(dbias[1:], dbias[0])
+        of_shared = shares.of_sinks_and_bias(saved, terms, dbias, calls.sides.queries, calls.driver, calls.grid)
+        return _joined(dq), _joined(dk), _joined(dv), *of_shared
 
     def _mark(self, device: torch.device) -> int:
         """See `FunctionRule.mark`: of a few positions of the queries and of the keys; 0 without a function."""
@@ -200,15 +204,21 @@ class Execution:
             self.calls.fail(failure)
             raise
 
-    def _alike(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """On a grid, all tensors in one memory format, so that no operation sees how they came; else as they are."""
-        return tuple(x.contiguous() for x in tensors) if self.calls.schedules[0].grid else tensors
+    def _alike(self, saved: Saved) -> Saved:
+        """On a grid, with rows where they lie on every ring."""
+        if not self.calls.grid:
+            return saved
+        out, lse, dout, dlse, delta = saved
+        return Saved(
+            in_lines(out), in_lines(lse), in_lines(dout), None if dlse is None else in_lines(dlse), in_lines(delta)
+        )
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows of each rank that this process plays."""
         sides, here = self.calls.sides, self.calls.driver.ring_ranks
         both = zip(sharding.slices(sides.queries, here), sharding.slices(sides.keys, here), strict=True)
-        return [(q[:, :, a], k[:, :, b], v[:, :, b]) for a, b in both]
+        parts = [(q[:, :, a], k[:, :, b], v[:, :, b]) for a, b in both]
+        return [(in_lines(q), k, v) for q, k, v in parts] if self.calls.grid else parts
 
 
 def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
@@ -217,17 +227,6 @@ def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
     if grads.dlse is not None:
         delta -= grads.dlse
     return Saved(out, lse, grads.dout, grads.dlse, delta)
-
-
-def _sink_gradients(saved: Saved, sinks: Tensor | None) -> Tensor:
-    """This process's share: a sink is one more key, of value 0, in every row: its weight times (0 - delta)."""
-    if sinks is None:
-        return saved.delta.new_zeros(0)
-    logits = sinks.to(saved.lse.dtype)[:, None]
-    weight = torch.exp(logits - saved.lse).masked_fill(logits == -torch.inf, 0.0)
-    seen = (saved.out != 0).any(-1)  # in a row without keys dout may hold anything, NaN too: out is 0 whatever happens
-    delta = saved.delta.masked_fill(~seen, 0.0) if saved.dlse is None else torch.where(seen, saved.delta, -saved.dlse)
-    return -(weight * delta).sum((0, 2))
 
 
 def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:

@@ -18,9 +18,9 @@ class Step:
     """One step of one pass.
 
     Args:
-        source: ring rank that owns the keys. tiles: of this rank. pairs: allowed ones, one head (and one batch row,
-            unless rows have their own masks). imbalance: most over mean pairs among all ranks (of unequal `speeds`: of
-            the time they take).
+        source: ring rank that owns the keys; with ``deterministic="across_rings"`` the unit that they are.
+        tiles: of this rank. pairs: allowed ones, one head (and one batch row, unless rows have their own masks).
+        imbalance: most over mean pairs among all ranks (of unequal `speeds`: of the time they take).
         sent_bytes, received_bytes: posted at this step, headers included.
     """
 
@@ -93,7 +93,7 @@ class Explanation:
             ]
         lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")
         lines.append(
-            "keys of: the rank whose block is met; pairs: allowed ones, per head; most/mean: busiest rank over mean"
+            "keys of: the rank, or unit, that is met; pairs: allowed ones, per head; most/mean: busiest rank over mean"
         )
         return "\n".join(lines)
 

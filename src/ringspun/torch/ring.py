@@ -51,6 +51,12 @@ class Job:
     call: int
     phase: int
 
+    @property
+    def parts(self) -> list[slice]:
+        """Rows of the queries that are summed over, or gone through, by themselves: all, or each unit on a grid."""
+        tokens, grid = self.schedule.local_tokens, self.schedule.grid
+        return [slice(a, min(a + grid, tokens)) for a in range(0, tokens, grid)] if grid else [slice(0, tokens)]
+
     def block(self, step: int, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
         """Local queries and the block `source`, of a step."""
         bias = None if self.bias is None or not len(self.tiles[step].tiles) else self.bias.block(source)
@@ -70,17 +76,19 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
             running.add(rows, out, lse)
     yield from mail.close()
     if job.terms.sinks is not None:
-        running.add_sinks(job.terms.sinks)
+        for part in job.parts:
+            running.add_sinks(job.terms.sinks, part)
     return running.out.to(q.dtype), running.lse
 
 
 def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
-    """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its share of the bias's gradient (empty without
-    one). Blocks go round again; their gradients follow them home."""
-    one, dtype = job.schedule.backward, accumulator_dtype(q.dtype)
+    """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its shares of the bias's gradient: one, or one per
+    unit of queries on a grid. Blocks go round again; their gradients follow them home."""
+    one, dtype, grid = job.schedule.backward, accumulator_dtype(q.dtype), job.schedule.grid
     mail = _Mail(job, one, (k, v))
     dq, own = RowSum(q, dtype), (RowSum(k, dtype), RowSum(v, dtype))
-    dbias = q.new_zeros(0, dtype=dtype) if job.bias is None else torch.zeros_like(job.bias.values)
+    values = q.new_zeros(0) if job.bias is None else job.bias.values
+    dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
@@ -99,7 +107,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
                 away[0][g.k_rows.batch, :, g.k_rows.tokens] += g.dk
                 away[1][g.k_rows.batch, :, g.k_rows.tokens] += g.dv
             if g.dbias is not None:
-                dbias += g.dbias
+                dbias[g.q_rows.tokens.start // grid if grid else 0] += g.dbias
         if not arrived:
             yield from mail.wait(Moment.AFTER)
             mail.gradients(row)
@@ -169,7 +177,8 @@ class _Mail:
             return self._own
         if row[StepColumn.SLOT] == OWN:
             rows = self._indices(self._job.schedule.rows_of_tiles(int(row[StepColumn.SOURCE])))
-            return self._own[0][:, :, rows], self._own[1][:, :, rows]
+            k, v = (x[:, :, rows] for x in self._own)
+            return (_copy(k), _copy(v)) if self._job.schedule.grid else (k, v)
         return self._views(Payload.KV, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
 
     def gradients(self, row: Any) -> tuple[Tensor, Tensor] | None:
@@ -231,3 +240,8 @@ def _slot_rows(one: Pass, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Paylo
         key = Payload(payload), pack_slot(int(slot))
         rows[key] = max(rows.get(key, 0), int(count))
     return rows
+
+
+def _copy(x: Tensor) -> Tensor:
+    """As it would lie in a message."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -104,14 +104,14 @@ class RunningSoftmax:
         rows = Rows(slice(0, None), slice(0, self.shape[-2])) if rows is None else rows
         first, last = rows.tokens.start, rows.tokens.stop
         if self._out is None and out.shape == self.shape:
-            self._out, self._lse, self._fresh = out.to(self.dtype).add_(0.0), lse.to(self.dtype), last
+            self._out, self._lse, self._fresh = out.to(self.dtype).add_(0.0), lse.to(self.dtype).add_(0.0), last
             return
         fresh = first >= self._fresh and rows.of_all_batch_rows
         whole, whole_lse = self._filled(first if fresh else last)
         mine, mine_lse = whole[rows.batch][..., rows.tokens, :], whole_lse[rows.batch][..., rows.tokens]
         if fresh:
             torch.add(out, 0.0, out=mine)
-            mine_lse.copy_(lse)
+            torch.add(lse, 0.0, out=mine_lse)
             self._fresh = last
             return
         lse, old = lse.to(self.dtype).contiguous(), mine_lse.contiguous()
@@ -120,9 +120,10 @@ class RunningSoftmax:
         mine.mul_(torch.sigmoid(-ahead)).addcmul_(out.to(self.dtype), torch.sigmoid(ahead))
         mine_lse.copy_(torch.logaddexp(old, lse))
 
-    def add_sinks(self, sinks: Tensor) -> None:
-        """Merge one key of score ``sinks[h]`` and value 0 into every row of head h; -inf is none. Once, at the end."""
-        out, lse = self._filled()
-        total = torch.logaddexp(lse, sinks.to(self.dtype)[:, None])
-        out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None])
+    def add_sinks(self, sinks: Tensor, rows: slice) -> None:
+        """Merge one key of score ``sinks[h]`` and value 0 into some rows of head h; -inf is none. Once, at the end."""
+        out, lse = (x[:, :, rows] for x in self._filled())
+        old = lse.contiguous()
+        total = torch.logaddexp(old, sinks.to(self.dtype)[:, None])
+        out.mul_(torch.exp(old - total.masked_fill(total == -torch.inf, 0.0))[..., None])
         lse.copy_(total)
