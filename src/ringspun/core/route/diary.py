@@ -1,8 +1,8 @@
 """A rank's diary: what it sends, receives and computes, from which its pass and the slots of its buffers follow.
 
 Routes that relay nothing, or on several ways at once, are told event by event; here every message and every block gets
-the first buffer that is free. Times count half steps: what is posted before the tiles of step t, and those tiles, at
-2t; what is posted after them, and gradients, at 2t + 1.
+the first buffer that is free. Times count thirds of a step: what is waited for and posted before the tiles of step t, at
+3t; what is waited for with its first tile, and gradients, at 3t + 1; what is added and posted after them, at 3t + 2.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ class Diary:
         """A step's tiles are those of `block`, which lies there (None: in the rank's own tensors)."""
         self._note(step, SOURCE=block)
         if stay is not None:
-            self._keep(stay, 2 * step + 1)
+            self._keep(stay, 3 * step + 2)
             self._note(step, SLOT=stay)
 
     def gather(self, step: int, block: int, arrived: Stay | None) -> Stay:
         """The gradients of a step's block gather there; with what others gathered, where that has `arrived`."""
-        stay = self._stay(Payload.DKV, 2 * step + 1) if arrived is None else arrived
-        self._keep(stay, 2 * step + 2)
+        stay = self._stay(Payload.DKV, 3 * step + 1) if arrived is None else arrived
+        self._keep(stay, 3 * step + 3)
         self._note(step, GRAD_SLOT=stay, GRAD_FRESH=int(arrived is None))
         return stay
 
     def home(self, step: int, block: int, stay: Stay) -> None:
         """Gradients of one of the rank's own blocks are added at the end of a step. One a step."""
         assert StepColumn.HOME not in self._steps.get(step, {})
-        self._keep(stay, 2 * step + 1)
+        self._keep(stay, 3 * step + 2)
         self._note(step, HOME_SLOT=stay, HOME=block)
 
     def receive(self, payload: Payload, block: int, peer: int, step: int, due: int) -> Stay:
         """Post a receive at `step`, wait for it at `due`."""
         moment = _moment(payload)
-        stay = self._stay(payload, 2 * step + moment)
-        self._keep(stay, 2 * due + moment)
+        stay = self._stay(payload, 3 * step + 2 * moment)
+        self._keep(stay, 3 * due + moment)
         self._messages.append(_Message(step, moment, Action.RECEIVE, peer, block, due, stay))
         return stay
 
     def send(self, stay: Stay | None, payload: Payload, block: int, peer: int, step: int, due: int) -> None:
         """Post a send of what lies there (None: of the rank's own rows, packed for it) at `step`, wait at `due`."""
         moment, packed = _moment(payload), stay is None
-        stay = self._stay(payload, 2 * step + moment) if stay is None else stay
-        self._keep(stay, 2 * due + moment)
+        stay = self._stay(payload, 3 * step + 2 * moment) if stay is None else stay
+        self._keep(stay, 3 * due + moment)
         self._messages.append(_Message(step, moment, Action.SEND, peer, block, due, stay, packed))
 
     def legs(self, count: int) -> Legs:
