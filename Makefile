@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check support-table bench clean
+.PHONY: env demo test lint check support-table bench faults soak clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -31,6 +31,13 @@ support-table: env
 
 bench: env
 	$(BIN)/ringspun bench ring --ranks 2,4 --seq-len 16384
+
+# Half an hour each, on an idle machine: what faults do to attention, and whether it stays right and small for long.
+faults: env
+	$(BIN)/python benchmarks/faults.py --out benchmarks/results/$$(date +%F)-faults.md
+
+soak: env
+	$(BIN)/python benchmarks/soak.py
 
 lint: env
 	$(BIN)/ruff check src tests benchmarks examples

@@ -17,7 +17,7 @@ PAGES = [
     (DOCS / "attention.md", 20),
     (DOCS / "huggingface.md", 24),
     (DOCS / "testing.md", 20),
-    (DOCS / "trust.md", 6),
+    (DOCS / "trust.md", 26),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -11,7 +11,7 @@ from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigza
 from ringspun.core.accounting import account, imbalance, memory, sources
 from ringspun.core.route import Ring
 from ringspun.core.schedule import Geometry
-from ringspun.core.wire import HEADER_BYTES, Format
+from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format
 from tests.core import strategies
 
 HALF = Format(
@@ -29,7 +29,7 @@ def make(mask, length, size, layout):
 def message(wire, rows, itemsize):
     """Header, keys and values, each at a multiple of 64 bytes."""
     up = [-(-wire.batch * wire.kv_heads * rows * d * itemsize // 64) * 64 for d in (wire.head_size, wire.value_size)]
-    return HEADER_BYTES + sum(up)
+    return HEADER_BYTES + sum(up) + END_BYTES
 
 
 @given(strategies.masks(24, leaves=3), st.integers(1, 5), strategies.layouts())

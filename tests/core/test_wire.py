@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun.core.wire import HEADER_BYTES, MAGIC, Format, Header, Payload, aligned
+from ringspun.core.wire import END_BYTES, END_MAGIC, HEADER_BYTES, MAGIC, Format, Header, Payload, aligned
 
 SMALL = st.integers(1, 9)
 FORMATS = st.builds(
@@ -39,16 +39,16 @@ def test_segments_are_aligned_apart_and_inside(wire, payload, rows):
     assert values == (wire.batch, wire.kv_heads, rows, wire.value_size)
     assert first == HEADER_BYTES and second % 64 == 0
     assert first + prod(keys) * size <= second
-    end = wire.message_bytes(payload, rows)
+    end = wire.message_bytes(payload, rows) - END_BYTES
     assert 0 <= end - (second + prod(values) * size) < 64 and end % 64 == 0
 
 
 def test_messages_are_no_longer_than_they_must_be():
     wire = Format(2, 4, 2, 8, 16, "float32", 4, 8)
     assert wire.segments(Payload.KV, 3) == ((64, (2, 2, 3, 8)), (64 + 384, (2, 2, 3, 16)))
-    assert wire.message_bytes(Payload.KV, 3) == 64 + 384 + 768
-    assert wire.message_bytes(Payload.DKV, 3) == 64 + 768 + 1536
-    assert wire.message_bytes(Payload.KV, 0) == 64, "a block of no rows is its header"
+    assert wire.message_bytes(Payload.KV, 3) == 64 + 384 + 768 + 64
+    assert wire.message_bytes(Payload.DKV, 3) == 64 + 768 + 1536 + 64
+    assert wire.message_bytes(Payload.KV, 0) == 128, "a block of no rows is its header and its end mark"
 
 
 HEADER = Header(plan=0xABCDEF, call=7, phase=1, payload=Payload.DKV, step=3, source=2, length=4096)
@@ -61,8 +61,28 @@ def test_a_header_is_eight_words():
     assert MAGIC.to_bytes(8, "big") == b"RINGSPUN"
 
 
+def test_an_end_mark_is_the_header_s_words_but_the_first_and_the_last():
+    words = HEADER.pack_end(-5)
+    assert words.dtype == np.int64 and words.nbytes == END_BYTES
+    assert words.tolist() == [END_MAGIC, *HEADER.pack().tolist()[1:-1], -5]
+    assert END_MAGIC.to_bytes(8, "little") == b"RINGSPUN"
+
+
 def test_equal_headers_do_not_differ():
     assert HEADER.differences(replace(HEADER).pack()) == []
+    assert HEADER.end_differences(replace(HEADER, length=1).pack_end(-5), -5) == []
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Header)[:-1]])
+def test_every_word_of_an_end_mark_that_differs_is_named(name):
+    other = replace(HEADER, **{name: getattr(HEADER, name) + 1})
+    (phrase,) = HEADER.end_differences(other.pack_end(7), 7)
+    assert phrase.startswith(f"{name} ")
+
+
+def test_a_wrong_checksum_is_shown_as_64_bits():
+    assert HEADER.end_differences(HEADER.pack_end(-1), 16) == ["checksum 0xffffffffffffffff instead of 0x10"]
+    assert HEADER.end_differences(HEADER.pack(), 0)[0] == f"magic {MAGIC:#x} instead of {END_MAGIC:#x}"
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Header)])

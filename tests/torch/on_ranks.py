@@ -224,18 +224,18 @@ def run_sleepy(rank: int, case: Case, seed: int, longest_s: float) -> dict[str, 
     return run_ring(case, rounded(case, inputs(case)), context, kernel=Sleepy(100 * seed + rank, longest_s))
 
 
-def send_much(rank: int, megabytes: int) -> tuple[float, float, float]:
-    """Two queries see all keys of two shards; the whole block travels for them. Their out, and gradients of values."""
-    heads, size = 1, 64
+def send_much(rank: int, megabytes: int, longest_s: float) -> tuple[float, float, float]:
+    """One query a rank sees all keys; whole blocks travel for them. Their out, and gradients of values."""
+    heads, size, ranks = 1, 64, dist.get_world_size()
     tokens = megabytes * 2**20 // (2 * heads * size * 4)
     context = ContextParallel(dist.group.WORLD, layout=Contiguous(), timeout_s=PATIENCE_S)
-    plan = context.plan(2, Full(), key_len=2 * tokens)
+    plan = context.plan(ranks, Full(), key_len=ranks * tokens)
     q, k = torch.zeros(1, heads, 1, size), torch.zeros(1, heads, tokens, size)
     v = torch.full((1, heads, tokens, size), 1.0 + rank, requires_grad=True)
-    out = plan.attention(q, k, v)
+    out = plan.attention(q, k, v, kernel=Sleepy(rank, longest_s))
     out.backward(torch.ones_like(out))
     sent = sum(context.driver.counts.bytes.values())
-    assert sent >= 3 * megabytes * 2**20  # keys and values, twice, and their gradients
+    assert sent >= 3 * (ranks - 1) * megabytes * 2**20  # keys and values, twice, and their gradients
     return float(out[0, 0, 0, 0]), float(v.grad[0, 0, -1, 0]) * tokens, float(v.grad.sum())
 
 
@@ -316,6 +316,17 @@ def leave_at_once(rank: int, calls: int) -> list[float]:
     del plan, context
     dist.destroy_process_group()
     return totals
+
+
+def call_and_end(rank: int, ranks: int, port: int) -> None:
+    """A whole process: join, call, check, end; not with 0 where anything is wrong."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    plan = ContextParallel(dist.group.WORLD, timeout_s=PATIENCE_S).plan(3 * ranks, Full())
+    v = torch.full((1, 1, 3, 2), float(rank), requires_grad=True)
+    plan.attention(torch.zeros_like(v), torch.zeros_like(v), v).sum().backward()
+    assert torch.allclose(v.grad, torch.ones(()))
 
 
 def alone_in_a_group(rank: int, case: Case) -> tuple[dict[str, np.ndarray], int, int]:

@@ -151,7 +151,7 @@ def test_plans_that_do_not_fit(wrong):
 
 
 WRONG_CONTEXTS = {
-    "checks": ({"checks": "checksum"}, r"checks must be one of \('header',\); got 'checksum'"),
+    "checks": ({"checks": "checksums"}, "checks must be 'header', 'checksum' or 'checksum/N' .*; got 'checksums'"),
     "route": ({"route": "direct"}, "route must be 'auto' or a Route; got 'direct'"),
     "timeout": ({"timeout_s": 0}, "timeout_s must be a number of seconds from 0.001 to 10 million; got 0"),
     "layout": ({"layout": "zigzag"}, r"layout must be a Layout, e.g. Zigzag\(\); got 'zigzag'"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringspun import Balanced, Contiguous, Striped, Zigzag
-from ringspun.core.wire import HEADER_BYTES
+from ringspun.core.wire import END_BYTES, HEADER_BYTES
 from ringspun.testing.candidates import LocalKernel, OnRing, Sdpa
 from ringspun.testing.comparison import errors
 from ringspun.testing.conformance import certify
@@ -86,7 +86,7 @@ def test_a_subtle_fault_of_a_kernel_is_named_by_property_tensor_and_head():
 
 
 class OldPayload(Loopback):
-    """Delivers the header of each message, but after the first to a rank the payload of the one before."""
+    """Delivers header and end mark of each message, but after the first to a rank the payload of the one before."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -94,9 +94,9 @@ class OldPayload(Loopback):
 
     def deliver(self, sender: int, receiver: int, sent: Transfer, wanted: Transfer) -> None:
         super().deliver(sender, receiver, sent, wanted)
-        fresh, old = wanted.buffer[HEADER_BYTES:].clone(), self._last.get(receiver)
+        fresh, old = wanted.buffer[HEADER_BYTES:-END_BYTES].clone(), self._last.get(receiver)
         if old is not None and old.shape == fresh.shape:
-            wanted.buffer[HEADER_BYTES:] = old
+            wanted.buffer[HEADER_BYTES:-END_BYTES] = old
         self._last[receiver] = fresh
 
 
@@ -111,7 +111,7 @@ class Loses(Loopback):
     def deliver(self, sender: int, receiver: int, sent: Transfer, wanted: Transfer) -> None:
         super().deliver(sender, receiver, sent, wanted)
         if (sender, receiver) == (0, 1):
-            wanted.buffer[HEADER_BYTES:] = 0
+            wanted.buffer[HEADER_BYTES:-END_BYTES] = 0
 
 
 def test_a_fault_on_one_rank_is_found_there():

@@ -134,7 +134,7 @@ def test_a_short_message_raises(at, cut):
     one_round(whole)
     ring = Damaged(R, at % sum(whole.counts.messages.values()), lambda buffer: buffer[:-cut])
     with pytest.raises(
-        TransferError, match=r"ring rank \d: K?D?KV of ring rank \d at step \d from ring rank \d must be"
+        TransferError, match=r"ring rank \d: D?KV of ring rank \d at step \d of call \d from ring rank \d must be"
     ) as e:
         one_round(ring)
     sender, receiver = ring.hit

@@ -1,9 +1,19 @@
 """Checkpoints are written whole or not at all, and say what is wrong with them."""
 
+import errno
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from training_runs import tiny_config
 
 from ringspun.errors import CheckpointError
@@ -63,7 +73,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 
 def test_newest_are_kept(tmp_path: Path) -> None:
-    for step in (2, 10, 4):
+    for step in (2, 4, 10):
         write(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000010"]
     assert latest(tmp_path / "nowhere", warn=ignore) is None
@@ -86,22 +96,171 @@ def test_interrupted_write_is_invisible(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
-@pytest.mark.parametrize("file", ["model/model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, file: str, damage: str) -> None:
-    write(tmp_path, 1)
-    write(tmp_path, 2)
-    path = tmp_path / "step-000002" / file
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2, to be copied."""
+    folder = tmp_path_factory.mktemp("two")
+    write(folder, 1)
+    write(folder, 2)
+    return folder
+
+
+FILES = [
+    "manifest.json",
+    "state.json",
+    "optimizer.safetensors",
+    "rng.safetensors",
+    "model/model.safetensors",
+    "model/config.json",
+    "model/generation_config.json",
+]
+DAMAGE = {
+    "flipped": lambda path: flip(path, bit=4 * path.stat().st_size),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"}"),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+EXTRA = {
+    "a file": lambda path: path.write_text("more"),
+    "a link": lambda path: path.symlink_to("state.json"),
+    "a link to a folder": lambda path: path.symlink_to("model"),
+    "a pipe": os.mkfifo,
+}
+
+
+def flip(path: Path, *, bit: int) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    if damage == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def skipped(folder: Path) -> str:
+    """Why step 2 was skipped, in one warning; step 1 is used."""
     warnings: list[str] = []
-    found = latest(tmp_path, warn=warnings.append)
+    found = latest(folder, warn=warnings.append)
     assert found is not None and found.step == 1
-    assert len(warnings) == 1 and "step-000002 is damaged" in warnings[0] and file.split("/")[-1][:8] in warnings[0]
+    assert len(warnings) == 1 and f"{folder}/step-000002 is damaged and skipped: " in warnings[0]
+    return warnings[0]
+
+
+def test_every_file_is_damaged_below(two: Path) -> None:
+    path = two / "step-000002"
+    assert {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} == set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_named_and_its_checkpoint_skipped(two: Path, tmp_path: Path, file: str) -> None:
+    for name, damage in DAMAGE.items():
+        shutil.copytree(two, tmp_path / name)
+        damage(tmp_path / name / "step-000002" / file)
+        assert file in skipped(tmp_path / name)
+
+
+@pytest.mark.parametrize("place", ["more", "model/pytorch_model.bin"])
+def test_what_was_not_written_is_named_and_its_checkpoint_skipped(two: Path, tmp_path: Path, place: str) -> None:
+    for name, add in EXTRA.items():
+        shutil.copytree(two, tmp_path / name)
+        add(tmp_path / name / "step-000002" / place)
+        assert f"{place} is not in its manifest.json" in skipped(tmp_path / name)
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_any_flipped_bit_is_found(two: Path, data: st.DataObject) -> None:
+    """In the manifest: or means the same, as some white space does."""
+    path = two / "step-000002" / data.draw(st.sampled_from(FILES))
+    before = path.read_bytes()
+    flip(path, bit=data.draw(st.integers(0, 8 * len(before) - 1)))
+    try:
+        try:
+            same = path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(before)
+        except ValueError:
+            same = False
+        if not same:
+            skipped(two)
+    finally:
+        path.write_bytes(before)
+
+
+def test_a_file_that_cannot_be_read_is_named(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad_sector(stream, algorithm):
+        if stream.name == str(two / "step-000002" / "optimizer.safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return digest(stream, algorithm)
+
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", bad_sector)
+    assert "optimizer.safetensors cannot be read (Input/output error)" in skipped(two)
+
+
+@pytest.mark.parametrize("text", ["", "damaged", "not tensors " * 9])
+def test_tensors_that_cannot_be_read_are_refused(two: Path, tmp_path: Path, text: str) -> None:
+    """Whatever the manifest says of them."""
+    shutil.copytree(two / "step-000002", tmp_path / "step-000002")
+    (tmp_path / "step-000002" / "optimizer.safetensors").write_text(text)
+    checkpointing._write_manifest(tmp_path / "step-000002")
+    found = latest(tmp_path, warn=ignore)
+    assert found is not None
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(CheckpointError, match=r"step-000002 must be readable; optimizer\.safetensors: "):
+        restore(found, model=model, optimizer=optimizer)
+
+
+class Bomb:
+    """A pickle that touches a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+UNPICKLED: list[str] = []
+WATCHING: list[bool] = []  # a hook cannot be taken off
+
+
+def watch(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "pickle.find_class" and WATCHING:
+        UNPICKLED.append(str(arguments))
+
+
+def test_no_pickle_in_a_checkpoint_is_loaded(two: Path, tmp_path: Path) -> None:
+    """In the place of any file, under a manifest that fits; nor anything else when a whole one is restored."""
+    sys.addaudithook(watch)
+    WATCHING.append(True)
+    bomb, mark = pickle.dumps(Bomb(tmp_path / "mark")), tmp_path / "mark"
+    try:
+        for number, file in enumerate([*FILES, "model/pytorch_model.bin", "model/extra.pt"]):
+            folder = tmp_path / str(number)
+            shutil.copytree(two / "step-000002", folder / "step-000002")
+            (folder / "step-000002" / file).write_bytes(bomb)
+            if file != "manifest.json":
+                checkpointing._write_manifest(folder / "step-000002")
+            with suppress(CheckpointError):
+                found = latest(folder, warn=ignore)
+                assert found is not None
+                model, optimizer = model_and_optimizer()
+                restore(found, model=model, optimizer=optimizer)
+        assert UNPICKLED == [] and not mark.exists()
+        pickle.loads(bomb)
+        assert len(UNPICKLED) > 0 and mark.exists()  # it would have been seen
+    finally:
+        WATCHING.clear()
+
+
+def test_what_was_restored_does_not_hang_on_the_file(two: Path, tmp_path: Path) -> None:
+    """Loaded tensors are the mapped file: it would change with it, and keep the room of a removed one."""
+    shutil.copytree(two, tmp_path / "two")
+    found = latest(tmp_path / "two", warn=ignore)
+    assert found is not None
+    model, optimizer = model_and_optimizer()
+    restore(found, model=model, optimizer=optimizer)
+    if Path("/proc/self/maps").exists():
+        assert str(found.path) not in Path("/proc/self/maps").read_text()
 
 
 WRONG = [

@@ -8,7 +8,7 @@ import pytest
 from training_runs import SEQ_LEN, write_text
 
 from ringspun.errors import DataError
-from ringspun.train.data import END_OF_DOCUMENT, ByteStream, Position, check_text, find_text
+from ringspun.train.data import END_OF_DOCUMENT, ByteStream, Position, find_text
 
 
 def epoch_tokens(stream: ByteStream, sequences: int) -> list[int]:
@@ -71,12 +71,6 @@ def test_folders_are_read_in_a_fixed_order(tmp_path: Path) -> None:
     assert find_text(tmp_path / "a" / "z.csv").tokens == len("a/z.csv") + 1  # one file is read whatever its name
 
 
-def test_digest_sees_other_files(tmp_path: Path) -> None:
-    before = write_text(tmp_path).digest
-    (tmp_path / "doc0.txt").write_text("longer than it was, certainly")
-    assert find_text(tmp_path).digest != before
-
-
 def test_bad_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data must exist; got .*nowhere"):
         find_text(tmp_path / "nowhere")
@@ -96,12 +90,12 @@ def test_bad_data_is_named(tmp_path: Path) -> None:
 def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path, before: int) -> None:
     (tmp_path / "bad.txt").write_bytes(b"x" * before + b"\xe9 caf\xe9")
     with pytest.raises(DataError, match=rf"bad\.txt: text must be UTF-8; byte {before} is 0xe9"):
-        check_text(find_text(tmp_path))
+        find_text(tmp_path)
     (tmp_path / "bad.txt").write_bytes(b"x" * before + "é".encode())
-    check_text(find_text(tmp_path))
+    find_text(tmp_path)
     (tmp_path / "bad.txt").write_bytes(b"x" * before + "é".encode()[:1])
     with pytest.raises(DataError, match=rf"byte {before} is 0xc3"):
-        check_text(find_text(tmp_path))
+        find_text(tmp_path)
 
 
 def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +20,10 @@ from training_runs import (
     die_in_step_4,
     launch_torn,
     losses,
+    no_space_in_checkpoint_4,
     outcome,
     poison_rank_2_in_step_3,
+    same_bits,
     tiny_config,
     tiny_toml,
     write_text,
@@ -28,7 +32,9 @@ from typer.testing import CliRunner
 
 from ringspun.cli.train import app
 from ringspun.errors import ConfigError, LaunchError
+from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.train import launch
+from ringspun.train.data import find_text
 from ringspun.train.launch import Job, start_ranks
 from ringspun.train.loop import Hooks
 from ringspun.train.output import claimed
@@ -56,7 +62,7 @@ def test_killed_in_a_step_and_in_a_checkpoint_the_run_goes_on(tmp_path: Path) ->
 
     launch.launch(Job(two, corpus))
     assert names(checkpoints) == ["step-000004", "step-000006"]
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
+    assert same_bits(tmp_path / "run", tmp_path / "whole")
 
     launch.launch(Job(tiny_config(tmp_path / "run", ranks=3, steps=8), corpus, prove=True))
     assert names(checkpoints) == ["step-000006", "step-000008"]
@@ -82,28 +88,30 @@ def test_nan_on_rank_2_stops_all_ranks_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
-def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
+@pytest.mark.timeout(110)
+def test_when_the_launching_process_is_killed_in_a_save_its_ranks_end_and_the_run_goes_on(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from ringspun.train.launch import start_ranks\n"
-        "from training_runs import hold_a_lock\n"
-        "if __name__ == '__main__': start_ranks(2, hold_a_lock, Path(sys.argv[1]), logs=Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from training_runs import be_launched_and_killed\n"
+        "if __name__ == '__main__': be_launched_and_killed(Path(sys.argv[1]))"
     )
     (tmp_path / "launcher.py").write_text(code)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    launcher = subprocess.Popen(
-        [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path)], env=os.environ | {"PYTHONPATH": path}
+    launcher = subprocess.run(
+        [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=90,
     )
-    try:
-        while len(list(tmp_path.glob("*.lives"))) < 2:
-            assert launcher.poll() is None
-            time.sleep(0.05)
-    finally:
-        launcher.kill()
-        launcher.wait()
+    assert launcher.returncode == -signal.SIGKILL
     for rank in (0, 1):
+        assert (tmp_path / f"rank{rank}.lock").exists()
         with FileLock(tmp_path / f"rank{rank}.lock").acquire(timeout=15):
             pass
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".writing-step-000004", "step-000002"]
+    launch.launch(Job(tiny_config(tmp_path / "run"), find_text(tmp_path / "text")))
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
+    launch.launch(Job(tiny_config(tmp_path / "whole"), find_text(tmp_path / "text")))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
 
 @pytest.mark.processes
@@ -112,6 +120,18 @@ def test_the_cause_is_told_not_a_complaint_about_it(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 failed: ValueError: the cause \(call stack: .*failure\.txt\)"):
         start_ranks(2, complain_and_cause, logs=tmp_path)
     assert "the cause" in (tmp_path / "failure.txt").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_full_disk_on_two_ranks_is_told_in_the_words_of_the_one_that_met_it(tmp_path: Path) -> None:
+    job = Job(tiny_config(tmp_path / "run", ranks=2), write_text(tmp_path / "text"))
+    words = (
+        r"rank 0 failed: CheckpointError: checkpoint .*/step-000004 must be written whole; got: No space left on dev"
+    )
+    with pytest.raises(LaunchError, match=words):
+        launch.launch(replace(job, hooks=Hooks(before_publish=no_space_in_checkpoint_4)))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def failure(message: str, *, exitcode: int = 1, at: int = 0) -> SimpleNamespace:
@@ -148,10 +168,14 @@ def test_joins_a_job_that_was_started_elsewhere(tmp_path: Path, monkeypatch: pyt
         "MASTER_PORT": "0",
     }.items():
         monkeypatch.setenv(name, value)
+    asked: list[bool] = []
+    monkeypatch.setattr(launch, "dump_on_signal", lambda: asked.append(True))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "logs"))
     launch.launch(Job(tiny_config(tmp_path / "run"), corpus))
     assert len(losses(tmp_path / "run")) == 6
     with pytest.raises(ConfigError, match="ranks must be the 1 processes that torchrun started; got 3"):
         launch.launch(Job(tiny_config(tmp_path / "other", ranks=3), corpus))
+    assert asked == [True], "with a folder for step logs a rank dumps its own at a signal"
 
 
 def command(*arguments: str | Path):

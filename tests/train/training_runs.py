@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ringspun.errors import PeerError
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus, find_text
 from ringspun.train.launch import Job, launch, work
+from ringspun.train.loop import Hooks
 
 SEQ_LEN = 64
 
@@ -71,6 +74,23 @@ def losses(output: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
+def same_bits(output: Path, other: Path) -> bool:
+    """Whether two runs logged the same losses and norms, and end in the same checkpoint: every bit of weights,
+    optimizer and generator, and the same place in the data.
+    """
+
+    def end(folder: Path) -> tuple[Any, ...]:
+        last = max((folder / "checkpoints").iterdir())
+        state = json.loads((last / "state.json").read_text())
+        tensors = {path.name: path.read_bytes() for path in last.rglob("*.safetensors")}
+        assert len(tensors) == 3
+        records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        logged = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records]
+        return last.name, logged, tensors, state["position"], state["data"]
+
+    return end(output) == end(other)
+
+
 def world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -87,6 +107,12 @@ def die_in_checkpoint_4(step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def no_space_in_checkpoint_4(step: int) -> None:
+    """The disk is full when the checkpoint's files are written but not yet in place."""
+    if step == 4:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def poison_rank_2_in_step_3(step: int, model: nn.Module) -> None:
     """A NaN in the gradient of rank 2 alone."""
     if step == 3 and world_rank() == 2:
@@ -95,11 +121,28 @@ def poison_rank_2_in_step_3(step: int, model: nn.Module) -> None:
         gradient.view(-1)[5] = torch.nan
 
 
-def hold_a_lock(folder: Path) -> None:
-    """A rank that goes on for ever; the lock it holds tells whether it lives."""
-    with FileLock(folder / f"rank{os.environ['RANK']}.lock"):
-        (folder / f"rank{os.environ['RANK']}.lives").touch()
+def lock_in_step_1(step: int, model: nn.Module) -> None:
+    """The lock that a rank holds tells whether it lives."""
+    if step == 1:
+        LOCKS.append(FileLock(Path(os.environ["LOCKS"]) / f"rank{world_rank()}.lock"))
+        LOCKS[0].acquire()
+
+
+LOCKS: list[Any] = []
+
+
+def kill_launcher_in_checkpoint_4(step: int) -> None:
+    """The launching process is killed while rank 0 saves (and never ends that by itself), and rank 1 waits for it."""
+    if step == 4:
+        os.kill(int(os.environ["LAUNCHER"]), signal.SIGKILL)
         time.sleep(300)
+
+
+def be_launched_and_killed(folder: Path) -> None:
+    """A launching process that is killed."""
+    os.environ |= {"LAUNCHER": str(os.getpid()), "LOCKS": str(folder)}
+    job = Job(tiny_config(folder / "run", ranks=2), write_text(folder / "text"))
+    launch(replace(job, hooks=Hooks(lock_in_step_1, kill_launcher_in_checkpoint_4)))
 
 
 def complain_and_cause() -> None:

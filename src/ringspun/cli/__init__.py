@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "Certify this machine: errors of a ring against the float64 oracle.",
     "bench": "Measure a ring beside one process.",
     "train": "Train a language model on sequences cut over ranks.",
+    "explain-hang": "Say who waits for whom, from the step logs of a job's ranks.",
 }
 
 
@@ -29,7 +30,7 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"ringspun.cli.{cmd_name}")
+        module = importlib.import_module(f"ringspun.cli.{cmd_name.replace('-', '_')}")
         command = get_command(module.app)
         command.name = cmd_name
         return command

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspun.cli import bench_machine
+from ringspun.cli.measured import BYTES, MOST_RANKS, measured_rows
 from ringspun.cli.options import bounded, integers, one_of, split_list
 from ringspun.core.host import cores
+from ringspun.core.links import Links
 from ringspun.core.mask import Mask
 from ringspun.core.text import parse_layout, parse_mask
 from ringspun.errors import RingspunError
@@ -21,14 +24,17 @@ if TYPE_CHECKING:
     from ringspun.testing.timing import Work
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Element size of every dtype that a ring takes on a CPU."""
-MOST_RANKS = 64
+PAYS = 1.05
+"""A ring over one process with all cores that is taken to cost nothing: what the measurement can tell."""
 
 
 @app.callback()
 def _bench() -> None:
     """Measure on this machine. Run it alone: it uses every core."""
+
+
+app.command()(bench_machine.links)
+app.command()(bench_machine.kernels)
 
 
 @app.command()
@@ -41,33 +47,58 @@ def ring(
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma list.")] = "1",
     pairs: Annotated[int, typer.Option(help="Timed pairs, at least 9.")] = 11,
+    sweep: Annotated[
+        bool, typer.Option(help="Of ascending lengths, stop at the first from which a ring pays.")
+    ] = False,
+    links: Annotated[str | None, typer.Option(help="A file of `bench links`: how much of them was used.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """A ring of local processes beside one process with all cores: the same forward + backward, in turn in one run."""
+    """A ring of local processes beside one process with all cores: the same forward + backward, in turn in one run.
 
-    def wanted() -> list[Work]:
+    With --sweep, a ring pays where it takes at most 1.05 times as long, and only holds 1/R of the sequence per rank.
+    """
+    found = None if links is None else _links(links)
+
+    def wanted() -> list[list[Work]]:
         bounded("pairs", pairs, least=9)
         shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
         lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
-        return [_work(r, s, shape, mask, layout) for s in lengths for r in sizes]
+        batches = integers("batch", batch, least=1)
+        if not sweep:
+            return [[_work(r, s, shape, mask, layout, b)] for b in batches for s in lengths for r in sizes]
+        return [[_work(r, s, shape, mask, layout, b) for s in sorted(lengths)] for b in batches for r in sizes]
 
-    rows = _rows(wanted, lambda work: _measure(work, pairs))
+    def measured(works: list[Work]) -> list[dict[str, Any]]:
+        rows = []
+        for work in works:
+            rows.append({**_measure(work, pairs), **_utilisation(work, found)})
+            rows[-1]["utilisation"] = rows[-1].pop("least_s", 0.0) / rows[-1]["ring_s"] if found else None
+            if sweep and rows[-1]["ratio"] <= PAYS:
+                break
+        return rows
+
+    rows = [row for some in measured_rows(wanted, measured) for row in some]
     if as_json:
         typer.echo(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows}, indent=1))
         return
     for row in rows:
+        used = "" if row["utilisation"] is None else f"; {row['utilisation']:.1%} of its link's peak"
         typer.echo(
-            f"R={row['ranks']} S={row['seq_len']} {row['mask']} {row['dtype']}: "
+            f"R={row['ranks']} B={row['batch']} S={row['seq_len']} {row['mask']} {row['dtype']}: "
             f"ring {row['ring_s']:.3f} s, one process "
-            f"{row['alone_s']:.3f} s, ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+            f"{row['alone_s']:.3f} s, ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]{used}"
         )
+        if sweep and row["ratio"] <= PAYS:
+            typer.echo(f"R={row['ranks']} B={row['batch']}: pays from {row['seq_len']} tokens")
 
 
 @app.command()
 def memory(
     ranks: Annotated[str, typer.Option(help="Ring sizes, comma list.")] = "2,8",
     tokens_per_rank: Annotated[int, typer.Option(help="Local length T of every rank (tokens).")] = 4096,
+    seq_len: Annotated[int | None, typer.Option(help="Instead: global length S, shared by the ranks (tokens).")] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     kv_heads: Annotated[str, typer.Option(help="Key/value heads, comma list.")] = "4,1",
     head_size: Annotated[int, typer.Option(help="Head size.")] = 64,
@@ -76,15 +107,17 @@ def memory(
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Peak bytes per rank of a ring's forward + backward at a fixed local length, by the profiler's memory events."""
+    """Peak bytes per rank of a ring's forward + backward, at a fixed local or global length, by the profiler's memory
+    events."""
 
     def wanted() -> list[Work]:
         bounded("tokens-per-rank", tokens_per_rank, least=1)
         sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
         shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
-        return [_work(r, r * tokens_per_rank, shape, mask, layout) for shape in shapes for r in sizes]
+        length = None if seq_len is None else bounded("seq-len", seq_len, least=1)
+        return [_work(r, length or r * tokens_per_rank, shape, mask, layout) for shape in shapes for r in sizes]
 
-    rows = _rows(wanted, _peaks)
+    rows = measured_rows(wanted, _peaks)
     for row in rows:
         first = next(r for r in rows if (r["dtype"], r["kv_heads"]) == (row["dtype"], row["kv_heads"]))
         row["over_first"] = row["peak_bytes"] / first["peak_bytes"]
@@ -98,28 +131,7 @@ def memory(
         )
 
 
-def _rows(wanted: Callable[[], list[Work]], measure: Callable[[Work], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was measured of all that is wanted; what cannot be is told in one line."""
-    try:
-        works = wanted()
-    except (ValueError, TypeError) as problem:
-        typer.echo(f"ringspun bench: {problem}", err=True)
-        raise typer.Exit(2) from None
-    try:
-        return [measure(work) for work in works]
-    except RingspunError as problem:
-        typer.echo(f"ringspun bench: {_brief(problem)}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _brief(problem: RingspunError) -> str:
-    """An error in one line: of an error on the ranks, what the first of them says, not its call stack."""
-    for rank, failure in getattr(problem, "failures", {}).items():
-        return f"ring rank {rank} raised {failure.kind}: {failure.message}"
-    return str(problem)
-
-
-def _work(ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str) -> Work:
+def _work(ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, batch: int = 1) -> Work:
     """The work, if a ring can do it on this machine."""
     from ringspun.testing.timing import Work
 
@@ -129,13 +141,14 @@ def _work(ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str,
     bounded("head-size", head_size, least=1)
     if heads % bounded("kv-heads", kv_heads, least=1):
         raise ValueError(f"kv-heads must divide heads; got {kv_heads} and heads = {heads}.")
-    needed = 4 * seq_len * (heads + kv_heads) * head_size * element  # q, k, v, out and their gradients
+    needed = 4 * batch * seq_len * (heads + kv_heads) * head_size * element  # q, k, v, out and their gradients
     if needed > _memory():
         raise ValueError(
             f"q, k, v, out and their gradients must fit this machine's {_memory():,} bytes; they take {needed:,} "
-            f"(seq-len {seq_len}, heads {heads} and {kv_heads}, head-size {head_size}, {dtype}). Ask for less."
+            f"(batch {batch}, seq-len {seq_len}, heads {heads} and {kv_heads}, head-size {head_size}, {dtype}). "
+            "Ask for less."
         )
-    return Work(ranks, seq_len, *shape, _fitting(mask, seq_len), parse_layout(layout))
+    return Work(ranks, seq_len, *shape, _fitting(mask, seq_len), parse_layout(layout), batch)
 
 
 def _fitting(text: str, seq_len: int) -> Mask:
@@ -160,6 +173,34 @@ def _peaks(work: Work) -> dict[str, Any]:
         peaks = pool.run(peak_on_rank, work, timeout_s=600.0)
     element = work.heads * (work.seq_len // work.ranks) * work.head_size * BYTES[work.dtype]
     return {**_described(work), "peak_bytes": max(peaks), "peaks": peaks, "units": max(peaks) / element}
+
+
+def _links(path: str) -> Links:
+    try:
+        return Links.load(Path(path))
+    except RingspunError as problem:
+        typer.echo(f"ringspun bench: {problem}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
+    """Bytes that the busiest rank sends, and how long its link would take for them at its peak."""
+    from ringspun.core.accounting import account
+    from ringspun.core.route import Ring
+    from ringspun.core.schedule import Geometry
+    from ringspun.core.wire import Format
+
+    element = BYTES[work.dtype]
+    wire = Format(
+        work.batch, work.heads, work.kv_heads, work.head_size, work.head_size, work.dtype, element, max(4, element)
+    )
+    schedules = Geometry(work.ranks, tuple(range(work.ranks)), work.layout, Ring()).schedule(work.mask, work.seq_len)
+    sent = max(
+        account(s.forward, wire, backward=False).total_sent_bytes
+        + account(s.backward, wire, backward=True).total_sent_bytes
+        for s in schedules
+    )
+    return {"sent_bytes": sent, "least_s": sent / links.near.peak if links else 0.0}
 
 
 def _described(work: Work) -> dict[str, Any]:

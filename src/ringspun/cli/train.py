@@ -57,11 +57,10 @@ def train(
 def _train(config: Path, data: Path, *, ranks: int | None, output: str | None, fresh: bool, prove: bool) -> None:
     _require("torch", "transformers", "safetensors", "filelock")
     from ringspun.train.config import load_config
-    from ringspun.train.data import check_text, find_text
+    from ringspun.train.data import find_text
 
     settings = load_config(config, ranks=ranks, output=output)
     corpus = find_text(data, suffixes=settings.data.suffixes, skip_folders=settings.data.skip_folders)
-    check_text(corpus)
     from ringspun.train.launch import Job, launch  # heavy: only once config and data are right
 
     say = typer.echo if os.environ.get("RANK", "0") == "0" else _silent  # under torchrun, one rank speaks

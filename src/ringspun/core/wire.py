@@ -1,8 +1,12 @@
-"""The wire: what one message looks like. One buffer of bytes: a 64-byte header, then segments at multiples of 64 bytes.
+"""The wire: what one message looks like. One buffer of bytes: a 64-byte header, segments at multiples of 64 bytes, and
+a 64-byte end mark.
 
-offset 0            64                  64 + aligned(K)
-| header (8 x int64) | K [B, H, T, D]    | V [B, H, T, Dv]     |      (payload KV, in the inputs' dtype)
-| header             | dK [B, H, T, D]   | dV [B, H, T, Dv]    |      (payload DKV, in the accumulators' dtype)
+offset 0            64                  64 + aligned(K)       + aligned(V)
+| header (8 x int64) | K [B, H, T, D]    | V [B, H, T, Dv]     | end (8 x int64) |   (KV, in the inputs' dtype)
+| header             | dK [B, H, T, D]   | dV [B, H, T, Dv]    | end             |   (DKV, in the accumulators' dtype)
+
+A message cut short leaves what lay in the receiver's buffer before in its place: only the end can tell. So the end says
+what the header says, and in the place of the length, which the receiver knows, the checksum of all between the two.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-HEADER_BYTES = 64
+HEADER_BYTES = END_BYTES = 64
 MAGIC = 0x52494E475350554E  # "RINGSPUN"
+END_MAGIC = 0x4E555053474E4952  # "NUPSGNIR"
 
 
 class Payload(IntEnum):
@@ -56,10 +61,10 @@ class Format:
         return (HEADER_BYTES, first), (HEADER_BYTES + aligned(prod(first) * size), second)
 
     def message_bytes(self, payload: Payload, rows: int) -> int:
-        """Length of a whole message, header included."""
+        """Length of a whole message, header and end mark included."""
         size = self.itemsize if payload == Payload.KV else self.accumulator_itemsize
         offset, shape = self.segments(payload, rows)[-1]
-        return offset + aligned(prod(shape) * size)
+        return offset + aligned(prod(shape) * size) + END_BYTES
 
 
 @dataclass(frozen=True)
@@ -82,15 +87,39 @@ class Header:
 
     def pack(self) -> NDArray[np.int64]:
         """Eight int64: the magic number and the fields in order."""
-        return np.array([MAGIC, *(getattr(self, f.name) for f in fields(self))], np.int64)
+        return np.array([MAGIC, *self._values], np.int64)
+
+    def pack_end(self, checksum: int) -> NDArray[np.int64]:
+        """The end mark: eight int64, a magic number of its own and the fields, `checksum` in the place of the length.
+
+        Args:
+            checksum: of all bytes between header and end mark, as an int64; 0 where there is none.
+        """
+        return np.array([END_MAGIC, *self._values[:-1], checksum], np.int64)
 
     def differences(self, words: NDArray[np.int64]) -> list[str]:
         """What the received `words` say otherwise, one phrase a field."""
-        names = ["magic", *(f.name for f in fields(self))]
-        return [
-            f"{name} {int(got):#x} instead of {int(want):#x}"
-            if name in ("magic", "plan")
-            else f"{name} {got} instead of {want}"
-            for name, want, got in zip(names, self.pack().tolist(), words.tolist(), strict=True)
-            if want != got
-        ]
+        return _differences((*_NAMES, "length"), self.pack(), words)
+
+    def end_differences(self, words: NDArray[np.int64], checksum: int) -> list[str]:
+        """What a received end mark says otherwise; `checksum`: of the bytes that came before it."""
+        return _differences((*_NAMES, "checksum"), self.pack_end(checksum), words)
+
+    @property
+    def _values(self) -> list[int]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+
+_NAMES = ("magic", *(f.name for f in fields(Header)[:-1]))
+_IN_HEX = ("magic", "plan", "checksum")
+
+
+def _differences(names: tuple[str, ...], wanted: NDArray[np.int64], words: NDArray[np.int64]) -> list[str]:
+    def shown(name: str, value: int) -> str:
+        return f"{value % 2**64:#x}" if name in _IN_HEX else str(value)
+
+    return [
+        f"{name} {shown(name, got)} instead of {shown(name, want)}"
+        for name, want, got in zip(names, wanted.tolist(), words.tolist(), strict=True)
+        if want != got
+    ]

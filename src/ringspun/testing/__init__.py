@@ -12,10 +12,15 @@
     comparison.py  errors against the oracle, and how large they may be in each dtype
     yardstick.py   rounding, and dense attention in each dtype, which says how large
     pool.py        `RankPool`: processes that form a ring, started once and called many times
+    faults.py      `Faulty`: a driver to whose messages faults happen, to order or at random
+    orders.py      `every_order`: a ring in one thread, in every order of its events
+    campaign.py    the same call under many faults, and what came of each
+    soak.py        another plan in every call, for as long as one likes
     timing.py      paired timings of two things, taken in turns
     torch.py       a case on a ring, and dense attention in the same dtype
 
-What certifies is exported here and needs NumPy alone, as all but `candidates`, `pool`, `timing` and `torch` do.
+What certifies is exported here and needs NumPy alone. `candidates`, `pool`, `timing`, `torch`, and all from `faults` to
+`soak`, need torch.
 """
 
 from __future__ import annotations

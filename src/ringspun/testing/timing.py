@@ -21,10 +21,11 @@ from ringspun.torch.memory import peak_memory
 
 @dataclass(frozen=True)
 class Work:
-    """One attention call to time, forward + backward, batch 1.
+    """One attention call to time, forward + backward.
 
     Args:
-        ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name. mask, layout: of the ring.
+        ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
+        mask, layout, checks: of the ring. batch: B.
     """
 
     ranks: int
@@ -35,6 +36,8 @@ class Work:
     dtype: str
     mask: Mask
     layout: Layout
+    batch: int = 1
+    checks: str = "header"
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -45,7 +48,7 @@ def threads_per_rank(ranks: int) -> int:
 def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
     """On every rank of a pool: seconds of each repeat, all ranks starting together."""
     torch.set_num_threads(threads_per_rank(work.ranks))
-    plan = ContextParallel(layout=work.layout).plan(work.seq_len, work.mask)
+    plan = ContextParallel(layout=work.layout, checks=work.checks).plan(work.seq_len, work.mask)
     q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
     return [_once(plan, q, k, v, dout, barrier=True) for _ in range(repeats)]
 
@@ -83,7 +86,7 @@ def _tensors(work: Work, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, 
     dtype = getattr(torch, work.dtype)
 
     def random(heads: int) -> Tensor:
-        return torch.randn(1, heads, rows, work.head_size, generator=generator).to(dtype)
+        return torch.randn(work.batch, heads, rows, work.head_size, generator=generator).to(dtype)
 
     q, k, v = (random(h).requires_grad_() for h in (work.heads, work.kv_heads, work.kv_heads))
     return q, k, v, random(work.heads)

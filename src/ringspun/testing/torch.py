@@ -20,16 +20,22 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def run_ring(
-    case: Case, given: Inputs, context: ContextParallel | None = None, *, kernel: str | Kernel | None = None
+    case: Case,
+    given: Inputs,
+    context: ContextParallel | None = None,
+    *,
+    kernel: str | Kernel | None = None,
+    plan: Plan | None = None,
 ) -> dict[str, np.ndarray]:
     """A case on a ring, forward and backward, gathered in global order: float64 copies of out, lse, dq, dk, dv, and
     where the case has such inputs of dsinks, dbias.
 
     Args:
         context: the ring; default a `Loopback` of the case's size. Gradients are summed over a ring of processes.
+        plan: of the case; default one by the ring's own layout.
     """
     context = context or ContextParallel(Loopback(case.ranks, seed=case.seed), layout=case.layout)
-    plan = plan_of(case, context)
+    plan = plan or plan_of(case, context)
     queries, keys, dtype = plan.queries, plan.keys, getattr(torch, case.dtype)
     q, k, v = (
         side.shard(torch.from_numpy(x).to(dtype), dim=2).requires_grad_()

@@ -8,6 +8,7 @@ except ImportError as problem:  # pragma: no cover
     raise MissingExtra("ringspun.torch needs PyTorch: pip install 'ringspun[torch]'") from problem
 
 from ringspun.torch.bias import Alibi, RelativeTable
+from ringspun.torch.checkpointing import keep_attention
 from ringspun.torch.context import ContextParallel
 from ringspun.torch.drivers import Gloo, Loopback
 from ringspun.torch.functional import blockwise_attention, ring_attention
@@ -27,6 +28,7 @@ __all__ = [
     "RelativeTable",
     "blockwise_attention",
     "checkpoint_contexts",
+    "keep_attention",
     "merge",
     "reduce_gradients",
     "ring_attention",

@@ -8,6 +8,7 @@ out  = plan.attention(q, k, v)                        # [B, H, T, D]
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 
+from ringspun.core.checks import Checks
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
@@ -22,6 +24,7 @@ from ringspun.core.route import InOrder, Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import shown
 from ringspun.errors import PlanError
+from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver, Gloo, Loopback
@@ -32,7 +35,6 @@ from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
 
-CHECKS = ("header",)
 KEPT_READY = 4
 """Of the last new options of calls, how many a new plan is ready for."""
 
@@ -44,8 +46,13 @@ class ContextParallel:
         group: a gloo process group (any world ranks; its order is the ring's order), a one-dimensional `DeviceMesh`, a
             `Loopback`, or None: the default group, or this process alone where torch.distributed is not initialised.
         layout: the rule that deals tokens to ranks. route: how blocks travel: "auto" or a `Route`.
-        checks: "header": every message carries a header that the receiver compares with its own schedule.
+        checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
+            and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
+        log_dir: folder for this process's step log when a call fails; default: the environment's ``RINGSPUN_LOG_DIR``;
+            neither: none is written. The group's last context decides. See `ringspun.steplog`.
+        sync_steps: have all ranks finish each step before the next, so that an error or a hang names its step exactly.
+            For debugging: the same bits, much slower.
         deterministic: None: the same inputs on the same ring give the same bits. "across_rings": on rings of every
             size, a single process too, given the same kernel and number of threads. Tokens are dealt in units of 512,
             so that ranks may hold unequal numbers (of a short sequence none), and the route is
@@ -57,21 +64,30 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | Loopback | None = None,
+        group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | Driver | None = None,
         *,
         layout: Layout | None = None,
         route: Route | str = "auto",
         checks: str = "header",
         timeout_s: float = 600.0,
+        log_dir: str | os.PathLike[str] | None = None,
+        sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
     ) -> None:
-        if checks not in CHECKS:
-            raise PlanError(f"checks must be one of {CHECKS}; got {checks!r}.")
+        self.checks = Checks.parse(checks)
         if not (route == "auto" or isinstance(route, Route)):
             raise PlanError(f"route must be 'auto' or a Route; got {route!r}.")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e7:
             raise PlanError(f"timeout_s must be a number of seconds from 0.001 to 10 million; got {timeout_s!r}.")
+        if not isinstance(sync_steps, bool):
+            raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
+        self.sync_steps = sync_steps
         self.driver = _driver(group, timeout_s)
+        folder = os.environ.get(FOLDER_VARIABLE) if log_dir is None else log_dir
+        if folder is not None:
+            if not isinstance(folder, str | os.PathLike):
+                raise PlanError(f"log_dir must be a path; got {folder!r}.")
+            self.driver.state.log_dir = os.path.abspath(folder)
         self.pool = BufferPool()
         self._number: int | None = None
         layout = Zigzag() if layout is None else layout
@@ -184,10 +200,9 @@ class ContextParallel:
         return Plan(self, sides, mask, schedules)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
-        number = self.number
-        self.driver.agree(
-            "the plan", digest_of((inputs, number)), {**fields, "context of the group": str(number)}, failure
-        )
+        shared = {"context of the group": str(self.number), "checks": str(self.checks)}
+        shared["sync_steps"] = str(self.sync_steps)
+        self.driver.agree("the plan", digest_of((inputs, shared)), {**fields, **shared}, failure)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a place in a ring cannot be doubled; models that hold one are copied

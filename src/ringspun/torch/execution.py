@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringspun.core.checks import Checks
 from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
@@ -42,6 +43,7 @@ class Calls:
     """What all calls of a plan share.
 
     Args:
+        sync_steps: whether all ranks finish a step before the next.
         agreed: facts of the last call that all ranks agreed on, by topic.
     """
 
@@ -50,6 +52,8 @@ class Calls:
     sides: Sides
     schedules: tuple[Schedule, ...]
     plan_id: int
+    checks: Checks
+    sync_steps: bool = False
     agreed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -95,12 +99,12 @@ class Calls:
         """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
-        phase = 0 if of is None else 1 + of
+        phase, sums = 0 if of is None else 1 + of, self.checks.sums(number)
         jobs = []
-        for schedule, tiles in zip(self.schedules, self._tiles, strict=True):
+        for schedule, tiles, log in zip(self.schedules, self._tiles, state.logs, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, schedule)
-            ids = self.plan_id, number, phase
-            jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids))
+            ids = self.plan_id, number, phase, log, self.sync_steps
+            jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids, sums))
         return jobs
 
     def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, schedule: Schedule) -> RankBias:

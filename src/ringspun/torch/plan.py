@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from jaxtyping import Float
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 KEPT_OPTIONS = 64
 """Of the options that calls of one plan named last, how many keep their handle."""
+COMPANIONS: dict[str, Callable[[Plan], Any]] = {}
+"""What an integration works out once for every plan, when it is made: a traced call of a model could not."""
 
 
 class Asked(NamedTuple):
@@ -62,11 +64,19 @@ class Plan:
         self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
-        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id)
+        asked = context.checks, context.sync_steps
+        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked)
         self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
             self._handle(options)
+        self._companions = {name: make(self) for name, make in COMPANIONS.items()}
+
+    def companion(self, name: str) -> Any:
+        """What the integration `name` made of this plan (`COMPANIONS`)."""
+        if name not in self._companions:  # an integration that came later than the plan
+            self._companions[name] = COMPANIONS[name](self)
+        return self._companions[name]
 
     @property
     def mask(self) -> Mask | tuple[Mask, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, pack_slot
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import HEADER_BYTES, Format, Header, Payload
+from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, Header, Payload
 from ringspun.errors import TransferError
+from ringspun.steplog import StepLog, What
+from ringspun.steplog.log import call_words
 from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
-from ringspun.torch.drivers.base import RankProgram, Transfer
+from ringspun.torch.checksum import checksum
+from ringspun.torch.drivers.base import RankProgram, Together, Transfer
 from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum
@@ -38,6 +42,8 @@ class Job:
         pool: where buffers come from. terms: what enters beside q, k, v. bias: this rank's, where there is one.
         plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
             backward 1 + the number of the forward call that it belongs to.
+        log: this rank's. sync_steps: whether all ranks finish a step before the next.
+        sums: whether messages carry checksums.
     """
 
     schedule: Schedule
@@ -50,6 +56,9 @@ class Job:
     plan_id: int
     call: int
     phase: int
+    log: StepLog
+    sync_steps: bool
+    sums: bool
 
     @property
     def parts(self) -> list[slice]:
@@ -71,9 +80,11 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     for step, row in enumerate(one.steps):
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
+        mail.note(What.COMPUTE, step, source=job.schedule.owner(int(row[StepColumn.SOURCE])))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
+        yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
         for part in job.parts:
@@ -93,6 +104,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         yield from mail.wait(Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
+        mail.note(What.COMPUTE, step, source=job.schedule.owner(int(row[StepColumn.SOURCE])))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
@@ -113,6 +125,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
             mail.gradients(row)
         mail.bring_home(row, own)
         yield from mail.post(step, Moment.AFTER)
+        yield from mail.finish(step)
     yield from mail.close()
     return dq.sum.to(q.dtype), own[0].sum.to(k.dtype), own[1].sum.to(v.dtype), dbias
 
@@ -128,7 +141,9 @@ class _Mail:
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
             for key, rows in _slot_rows(one, job.schedule.travelling_tokens).items()
         }
-        self._open: dict[Moment, tuple[Any, list[tuple[Tensor, Header, int]]]] = {}
+        self._open: dict[Moment, tuple[Any, int, list[tuple[Tensor, Header, int]]]] = {}
+        self.note = partial(job.log.note, job.call, job.phase)
+        self.note(What.CALL)
 
     def post(self, step: int, moment: Moment) -> Flow:
         """Start the messages of one step and moment."""
@@ -139,37 +154,48 @@ class _Mail:
             header = Header(self._job.plan_id, self._job.call, self._job.phase, payload, step, source, buffer.numel())
             action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
             if action == Action.SEND:
-                if row[MessageColumn.SLOT] <= OWN:
+                packed = row[MessageColumn.SLOT] <= OWN
+                if packed:
                     self._pack(int(row[MessageColumn.SLOT]), source)
-                buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
+                self._seal(buffer, header, relayed=payload == Payload.KV and not packed)
             else:
+                # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
+                buffer[-END_BYTES:].zero_()
                 expected.append((buffer, header, peer))
-            what = f"{payload.name} of {self._named(source)} at step {step}"
-            transfers.append(Transfer(action, peer, buffer, what))
+            what = f"{payload.name} of {self._named(source)} at step {step} of call {self._job.call}"
+            transfers.append(Transfer(action, peer, buffer, what, header))
+            posted = What.SEND if action == Action.SEND else What.RECEIVE
+            self.note(posted, step, moment, payload, self._job.schedule.owner(source), peer, header.length)
         if transfers:
-            self._open[moment] = ((yield transfers), expected)
+            self._open[moment] = ((yield transfers), step, expected)
 
     def wait(self, moment: Moment) -> Flow:
-        """Wait for what was last posted at `moment`, and read the headers of what came."""
+        """Wait for what was last posted at `moment`, and check what came."""
         if moment not in self._open:
             return
-        ticket, expected = self._open.pop(moment)
+        ticket, step, expected = self._open.pop(moment)
+        self.note(What.WAIT, step, moment)
         yield ticket
-        for buffer, header, peer in expected:
-            differences = header.differences(buffer[:HEADER_BYTES].cpu().view(torch.int64).numpy())
-            if differences:
-                raise TransferError(
-                    f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
-                    f"that ring rank {peer} sent at step {header.step} must carry its own header; got "
-                    f"{', '.join(differences)}. A stale, reordered or foreign message; the result is not returned."
-                )
+        self.note(What.LANDED, step, moment)
+        for message in expected:
+            self._check(*message)
+
+    def finish(self, step: int) -> Flow:
+        """With `sync_steps`, wait until all ranks have all that they posted up to this step."""
+        if self._job.sync_steps:
+            yield from self._wait_for_all()
+            yield Together(f"the end of step {step} of {call_words(self._job.call, self._job.phase)}")
 
     def close(self) -> Flow:
         """Wait for everything and give the buffers back."""
-        for moment in Moment:
-            yield from self.wait(moment)
+        yield from self._wait_for_all()
         for buffer in self._slots.values():
             self._job.pool.give_back(buffer)
+        self.note(What.END)
+
+    def _wait_for_all(self) -> Flow:
+        for moment in Moment:
+            yield from self.wait(moment)
 
     def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
@@ -211,6 +237,34 @@ class _Mail:
         """Rows as torch takes them."""
         return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
 
+    def _seal(self, buffer: Tensor, header: Header, *, relayed: bool) -> None:
+        """Write header and end mark. A relayed block keeps its owner's checksum, so that what this rank's own memory
+        does to it shows as well; gradients, to which every rank adds, get a new one."""
+        end = buffer[-END_BYTES:]
+        value = int(_words(end)[-1]) if relayed else self._checksum(buffer)
+        buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
+        end.copy_(torch.from_numpy(header.pack_end(value)).view(torch.uint8))
+
+    def _check(self, buffer: Tensor, header: Header, peer: int) -> None:
+        """Compare what came with what the schedule expects."""
+        end = _words(buffer[-END_BYTES:])
+        must, why = "carry its own header", "A stale, reordered or foreign message"
+        found = header.differences(_words(buffer[:HEADER_BYTES]))
+        if not found:
+            must, why = "end with its own mark", "A message cut short, or two mixed"
+            found = header.end_differences(end, self._checksum(buffer)) if end.any() else ["none"]
+            if found and found[0].startswith("checksum"):
+                must, why = "arrive as it was sent", "Bytes were damaged on the way or in memory"
+        if found:
+            raise TransferError(
+                f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
+                f"that ring rank {peer} sent at step {header.step} of call {header.call} must {must}; got "
+                f"{', '.join(found)}. {why}; the result is not returned."
+            )
+
+    def _checksum(self, buffer: Tensor) -> int:
+        return checksum(buffer[HEADER_BYTES:-END_BYTES]) if self._job.sums else 0
+
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
         return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
 
@@ -228,6 +282,10 @@ class _Mail:
         rows = self._indices(self._job.schedule.travelling_rows(block))
         for view, mine in zip(self._views(Payload.KV, slot, block), self._own, strict=True):
             view.copy_(mine[:, :, rows])
+
+
+def _words(data: Tensor) -> NDArray[np.int64]:
+    return data.cpu().view(torch.int64).numpy()
 
 
 def _slot_rows(one: Pass, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:

@@ -2,12 +2,14 @@
 
     config.py         what a run is, read from TOML
     data.py           text files -> byte tokens -> sequences of joined documents
+    contents.py       what is in those files: checksums, compared on resume and when they are read
     model.py          the Llama of a config, and its loss on one rank's shard
     loss.py           a rank's share of the mean loss, in chunks
     mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
     loop.py           the training loop
     checkpointing.py  checkpoints written whole or not at all
     output.py         the output folder: checked, locked, moved aside
+    log.py            one line a step, which a full disk only delays
     report.py         progress bar, log, TensorBoard, loss curve
     proof.py          ring against one process: loss, every gradient, attention memory
     launch.py         starts the local ranks, or joins a job

@@ -10,6 +10,10 @@
 Everything is written into a hidden folder beside its place and flushed to the disk; then one rename makes it
 appear. A folder without a manifest that fits is damaged: it is named and skipped. One that may not be read is refused
 instead, for nothing is known to be wrong with it.
+
+    .writing-step-000020/   not whole yet; thrown away by the next run
+    .replaced-step-000020/  the one that was there when step 20 was saved again; whole until the new one is in place
+    .removing-step-000010/  no longer needed
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +35,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringspun.errors import CheckpointError
+from ringspun.train.output import FULL
 
-_PREFIX, _PARTIAL, _TRASH = "step-", ".writing-", ".removing-"
+_PARTIAL, _REPLACED, _TRASH = ".writing-", ".replaced-", ".removing-"
+_NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step-([0-9]+)")
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _REQUIRED = (_STATE, "model/model.safetensors", "optimizer.safetensors", "rng.safetensors")
 
@@ -59,7 +67,8 @@ def save(
     keep: int = 2,
     before_publish: Callable[[int], None] | None = None,
 ) -> Path:
-    """Writes the checkpoint of `step` into `folder`, then removes all but the newest `keep`.
+    """Writes the checkpoint of `step` into `folder`, then removes those before it that are not among the newest
+    `keep`.
 
     Args:
         folder: holds one folder per checkpoint; made if absent.
@@ -67,29 +76,63 @@ def save(
         model: anything with `save_pretrained`.
         optimizer: its tensors go into a safetensors file, by parameter name.
         state: plain data (JSON) that a resumed run needs.
-        keep: whole checkpoints to keep, this one included.
+        keep: checkpoints to keep, this one included. Those of later steps, which were skipped as damaged, stay
+            until their step is saved again.
         before_publish: called with `step` when all is written but nothing is visible yet; for tests of a
             crash there.
 
     Returns:
         The checkpoint's folder.
-    """
-    from safetensors.torch import save_file
 
-    place, partial = folder / f"{_PREFIX}{step:06d}", folder / f"{_PARTIAL}{_PREFIX}{step:06d}"
-    _discard_leftovers(folder)
-    partial.mkdir(parents=True)
-    _save_model(model, partial / "model")
-    save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
-    save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
-    (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-    _write_manifest(partial)
-    if before_publish is not None:
-        before_publish(step)
-    _publish(partial, place)
-    for old in _folders(folder)[keep:]:
-        _remove(old)
+    Raises:
+        CheckpointError: it cannot be written (a full disk, say). What was there before stays as it was.
+    """
+    from safetensors import SafetensorError
+
+    tidy(folder)
+    place, partial = folder / f"step-{step:06d}", folder / f"{_PARTIAL}step-{step:06d}"
+    before = [path.name for path in _folders(folder) if _number(path) < step]
+    try:
+        _write(partial, step, model, optimizer, state)
+        if before_publish is not None:
+            before_publish(step)
+        _publish(partial, place)
+    except (OSError, SafetensorError) as problem:
+        raise _unwritten(place, problem, before) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would take the room of the next try
+    tidy(folder)
+    with _removing(folder):
+        for old in [path for path in _folders(folder) if _number(path) <= step][keep:]:
+            _remove(old)
     return place
+
+
+def tidy(folder: Path) -> None:
+    """Removes what an interrupted `save` left in `folder`, none of it ever visible, and puts back what it was about
+    to replace. Not while another process may read or write there.
+
+    Raises:
+        CheckpointError: naming what cannot be removed.
+    """
+    with _removing(folder):
+        for prefix in (_PARTIAL, _TRASH):
+            for path in folder.glob(f"{prefix}*"):
+                shutil.rmtree(path)
+        for path in folder.glob(f"{_REPLACED}*"):
+            place = path.with_name(path.name.removeprefix(_REPLACED))
+            _remove(path) if place.exists() else path.rename(place)
+
+
+@contextmanager
+def _removing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise CheckpointError(
+            f"checkpoints that are no longer needed must be removable; got {problem.filename or folder} "
+            f"({problem.strerror or problem}). Remove it; those beside it are whole."
+        ) from None
 
 
 def latest(
@@ -129,16 +172,52 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -
     now.
 
     Raises:
-        CheckpointError: the checkpoint's tensors are not those of this model.
+        CheckpointError: the checkpoint's tensors cannot be read, or are not those of this model.
     """
+    try:
+        model.load_state_dict(_load(checkpoint, "model/model.safetensors"))
+    except RuntimeError as problem:
+        raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
+    _restore_optimizer(checkpoint, model, optimizer, _load(checkpoint, "optimizer.safetensors"))
+    torch.set_rng_state(_load(checkpoint, "rng.safetensors")["cpu"])
+
+
+def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        model.load_state_dict(load_file(checkpoint.model_path / "model.safetensors"))
-    except RuntimeError as problem:
-        raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
-    _restore_optimizer(checkpoint, model, optimizer, load_file(checkpoint.path / "optimizer.safetensors"))
-    torch.set_rng_state(load_file(checkpoint.path / "rng.safetensors")["cpu"])
+        tensors = load_file(checkpoint.path / name)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} must be readable; {name}: {problem}. It may have changed since it was "
+            "found whole, or was not written by this program; remove it to go on from the one before."
+        ) from None
+    # A copy, for what is loaded is the mapped file: it would keep the room of a removed one, and change with it.
+    return {key: tensor.clone() for key, tensor in tensors.items()}
+
+
+def _write(partial: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    partial.mkdir(parents=True)
+    _save_model(model, partial / "model")
+    save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
+    save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
+    (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+    _write_manifest(partial)
+
+
+def _unwritten(place: Path, problem: Exception, before: list[str]) -> CheckpointError:
+    """The error of a `save`; safetensors tells the number of the system's error in its text alone."""
+    told = re.search(r"os error (\d+)", str(problem))
+    number = problem.errno if isinstance(problem, OSError) else int(told[1]) if told else None
+    what = os.strerror(number) if number else str(problem)
+    todo = "Free space there" if number in FULL else "Make that possible"
+    left = f"; it goes on from the last checkpoint ({before[0]}, untouched)" if before else ""
+    return CheckpointError(
+        f"checkpoint {place} must be written whole; got: {what}. {todo}, then run the same command again{left}."
+    )
 
 
 def _save_model(model: nn.Module, path: Path) -> None:
@@ -182,12 +261,14 @@ def _folders(folder: Path) -> list[Path]:
         return []
     except OSError as problem:
         raise _unreadable(folder, problem) from None
-    found = [path for path in paths if path.name.startswith(_PREFIX) and _number(path).isdecimal()]
-    return sorted(found, key=lambda path: int(_number(path)), reverse=True)
+    found = [path for path in paths if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_number(path), not path.name.startswith(_REPLACED)), reverse=True)
 
 
-def _number(path: Path) -> str:
-    return path.name.removeprefix(_PREFIX)
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def _unreadable(path: Path, problem: OSError) -> CheckpointError:
@@ -198,7 +279,9 @@ def _unreadable(path: Path, problem: OSError) -> CheckpointError:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    return (file for file in sorted(path.rglob("*")) if file.is_file() and file != path / _MANIFEST)
+    """All that is in a checkpoint but its folders and its manifest; links too, wherever they lead."""
+    found = (file for file in sorted(path.rglob("*")) if file.is_symlink() or not file.is_dir())
+    return (file for file in found if file != path / _MANIFEST)
 
 
 def _entry(file: Path) -> dict[str, Any]:
@@ -225,14 +308,24 @@ def _fault(path: Path, needs: Mapping[str, type]) -> str | None:
 def _manifest_fault(path: Path, entries: Any) -> str | None:
     if not isinstance(entries, dict):
         return f"its {_MANIFEST} is no list of files by name"
-    for name in (*_REQUIRED, *entries):
-        if not (path / name).is_file():
-            return f"{name} is missing"
+    found = [file.relative_to(path).as_posix() for file in _files(path)]
+    for name in (*_REQUIRED, *entries, *found):
         if name not in entries:
             return f"{name} is not in its {_MANIFEST}"
-        if _entry(path / name) != entries[name]:
-            return f"{name} is not what was written"
-    return None
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if name not in found:
+            return f"{name}, in its {_MANIFEST}, is no file of it"
+    return next((fault for name in found if (fault := _file_fault(path / name, name, entries[name]))), None)
+
+
+def _file_fault(file: Path, name: str, entry: Any) -> str | None:
+    try:
+        return None if _entry(file) == entry else f"{name} is not what its {_MANIFEST} says"
+    except PermissionError:
+        raise
+    except OSError as problem:  # a bad sector, say
+        return f"{name} cannot be read ({problem.strerror or problem})"
 
 
 def _state_fault(state: Any, needs: Mapping[str, type]) -> str | None:
@@ -252,9 +345,15 @@ def _publish(partial: Path, place: Path) -> None:
     for inside in [path for path in partial.rglob("*") if path.is_dir()]:
         _flush(inside)
     _flush(partial)
-    if place.exists():  # a damaged one that was skipped, or a step that is run again
-        _remove(place)
-    partial.rename(place)
+    old = place.with_name(_REPLACED + place.name)
+    if place.exists():  # a damaged one that was skipped, or a step that is saved again
+        place.rename(old)
+    try:
+        partial.rename(place)
+    except OSError:
+        if old.exists():
+            old.rename(place)
+        raise
     _flush(place.parent)
 
 
@@ -268,13 +367,6 @@ def _flush(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    trash = path.with_name(_TRASH + path.name)
+    trash = path.with_name(_TRASH + path.name.removeprefix(_REPLACED))
     path.rename(trash)  # first out of sight: a half-removed one must not look like a damaged one
     shutil.rmtree(trash)
-
-
-def _discard_leftovers(folder: Path) -> None:
-    """What an interrupted `save` left behind; it was never visible."""
-    for prefix in (_PARTIAL, _TRASH):
-        for path in folder.glob(f"{prefix}*"):
-            shutil.rmtree(path)

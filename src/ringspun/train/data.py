@@ -11,7 +11,6 @@ checkpoint that holds it resumes exactly.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import stat
@@ -25,29 +24,34 @@ from numpy.typing import NDArray
 
 from ringspun import Documents
 from ringspun.errors import DataError
+from ringspun.train.contents import Contents, read_again, read_text, unreadable
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a run, in a fixed order, with the sizes they had when they were found."""
+    """The files of a run, in a fixed order, with what was in them when they were found."""
 
     root: Path
     names: tuple[str, ...]  # relative to root, with forward slashes; "" where root is the one file
-    sizes_bytes: tuple[int, ...]
+    contents: tuple[Contents, ...]
 
     @property
     def tokens(self) -> int:
         """Tokens of one epoch, end-of-document tokens included."""
-        return sum(self.sizes_bytes) + len(self.sizes_bytes)
+        return sum(one.size_bytes + 1 for one in self.contents)
+
+    @property
+    def files(self) -> dict[str, Contents]:
+        """What was in each file, by the name that people know it by."""
+        return {name or self.root.name: one for name, one in zip(self.names, self.contents, strict=True)}
 
     @property
     def digest(self) -> str:
-        """Digest of names and sizes: says whether a data position of another run means the same here."""
-        rows = (f"{name}\0{size}\n" for name, size in zip(self.names, self.sizes_bytes, strict=True))
+        """Digest of names and contents: says whether a data position of another run means the same here."""
+        rows = (f"{name}\0{one.sha256}\n" for name, one in zip(self.names, self.contents, strict=True))
         return hashlib.sha256("".join(rows).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def path(self, document: int) -> Path:
@@ -59,10 +63,10 @@ def find_text(
     root: Path, *, suffixes: tuple[str, ...] = (".md", ".py", ".txt"), skip_folders: tuple[str, ...] = ()
 ) -> Corpus:
     """The text files under `root` (or `root` itself, if it is a file), sorted by name; empty files are left
-    out.
+    out. Reads everything once, so that a bad file is found before any rank starts and a changed one later.
 
     Raises:
-        DataError: naming the path that is missing, unreadable or holds no text.
+        DataError: naming the path that is missing, unreadable, holds no text or is not UTF-8.
     """
     if not root.exists():
         raise DataError(f"data must exist; got {root}. Give a text file or a folder of them.")
@@ -72,41 +76,15 @@ def find_text(
             f"data must hold text files; {root} has none that end in {', '.join(suffixes)}. "
             "Set data.suffixes in the config, or give another folder."
         )
-    sizes = [_size(root / name if name else root) for name in names]
-    kept = [(name, size) for name, size in zip(names, sizes, strict=True) if size]
+    kept = [name for name in names if _size(root / name if name else root)]
     if not kept:
         raise DataError(f"data must not be empty; every text file of {root} has 0 bytes.")
-    return Corpus(root, tuple(name for name, _ in kept), tuple(size for _, size in kept))
-
-
-def check_text(corpus: Corpus) -> None:
-    """Reads everything once, so that a bad file is found before any rank starts.
-
-    Raises:
-        DataError: naming the first file that cannot be read or is not UTF-8, and the byte.
-    """
-    for document in range(len(corpus.names)):
-        path, decoder, offset, chunk = corpus.path(document), codecs.getincrementaldecoder("utf-8")(), 0, b"-"
-        try:
-            with path.open("rb") as file:
-                while chunk:
-                    chunk = file.read(_READ_BYTES)
-                    pending = len(decoder.getstate()[0])  # bytes of a character begun in the last chunk
-                    decoder.decode(chunk, final=not chunk)
-                    offset += len(chunk)
-        except OSError as problem:
-            raise _unreadable(path, problem) from None
-        except UnicodeDecodeError as problem:
-            at = offset - pending + problem.start
-            raise DataError(
-                f"{path}: text must be UTF-8; byte {at} is {problem.object[problem.start]:#04x}. "
-                "Convert the file, or leave it out with data.suffixes or data.skip_folders."
-            ) from None
+    return Corpus(root, tuple(kept), tuple(read_text(root / name if name else root) for name in kept))
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> Iterator[str]:
     def fail(problem: OSError) -> None:
-        raise _unreadable(Path(problem.filename or root), problem)
+        raise unreadable(Path(problem.filename or root), problem)
 
     for folder, subfolders, files in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
@@ -119,14 +97,10 @@ def _size(path: Path) -> int:
     try:
         found = path.stat()
     except OSError as problem:
-        raise _unreadable(path, problem) from None
+        raise unreadable(path, problem) from None
     if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for ever
         raise DataError(f"{path}: data must be a regular file. Remove it, or leave it out with data.skip_folders.")
     return found.st_size
-
-
-def _unreadable(path: Path, problem: OSError) -> DataError:
-    return DataError(f"{path}: data must be readable; {problem.strerror or problem}.")
 
 
 @dataclass(frozen=True)
@@ -191,23 +165,15 @@ class ByteStream:
         return self._order[1]
 
     def _read(self, document: int, offset: int, limit: int) -> NDArray[np.int64]:
-        size, path = self.corpus.sizes_bytes[document], self.corpus.path(document)
-        wanted = min(limit, size - offset)
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read(wanted)
-                same = len(data) == wanted and os.fstat(file.fileno()).st_size == size
-        except OSError as problem:
-            raise _unreadable(path, problem) from None
-        if not same:
-            raise DataError(f"{path}: data must not change during a run; it had {size} bytes when the run began.")
+        contents = self.corpus.contents[document]
+        wanted = min(limit, contents.size_bytes - offset)
+        data = read_again(self.corpus.path(document), contents, start=offset, count=wanted)
         tokens = np.frombuffer(data, np.uint8).astype(np.int64)
         return np.append(tokens, END_OF_DOCUMENT) if wanted < limit else tokens
 
     def _advance(self, position: Position, document: int, tokens: int) -> Position:
         offset = position.offset + tokens
-        if offset <= self.corpus.sizes_bytes[document]:
+        if offset <= self.corpus.contents[document].size_bytes:
             return Position(position.epoch, position.document, offset)
         if position.document + 1 < len(self.corpus.names):
             return Position(position.epoch, position.document + 1, 0)

@@ -22,11 +22,13 @@ from torch import distributed as dist
 from ringspun.core.host import cores, end_with_parent
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError, LaunchError, PeerError, RingBroken, RingspunError
+from ringspun.steplog import FOLDER_VARIABLE, dump_on_signal
+from ringspun.train.checkpointing import tidy
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
-from ringspun.train.output import claimed
+from ringspun.train.output import CHECKPOINTS, claimed
 
 _TIMEOUT_S = 600
 _CAUSE_FIRST_S = 2.0
@@ -67,6 +69,7 @@ def launch(job: Job) -> None:
             _join(job, _mesh())
         return
     with claimed(job.config.output, fresh=job.fresh, say=print):
+        tidy(job.config.output / CHECKPOINTS)
         find_checkpoint(job.config, job.corpus, warn=_silent)
         if job.config.ranks == 1:
             work(job)
@@ -89,6 +92,8 @@ def _process_group() -> Iterator[None]:
     if not _joined():
         yield
         return
+    if FOLDER_VARIABLE in os.environ:
+        dump_on_signal()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     try:
         yield
@@ -133,6 +138,7 @@ def _join(job: Job, mesh: Mesh) -> None:
         if mesh.rank == 0:
             try:
                 stack.enter_context(claimed(job.config.output, fresh=job.fresh, say=print))
+                tidy(job.config.output / CHECKPOINTS)
             except RingspunError as found:
                 problem = found
         refused = mesh.gather([float(problem is not None)])[0][0]

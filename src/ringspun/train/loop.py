@@ -20,9 +20,11 @@ from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.config import TrainConfig
+from ringspun.train.contents import differences, manifest
 from ringspun.train.data import ByteStream, Corpus, PackedSequence, Position
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import Shard, build_model, shard_loss
+from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
 from ringspun.train.report import Report, StepRecord
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.config.output / "checkpoints"
+        return self.config.output / CHECKPOINTS
 
     @property
     def stream(self) -> ByteStream:
@@ -90,7 +92,9 @@ def train(run: Run, *, warn: Callable[[str], None] = print) -> TrainState:
     Raises:
         NonFiniteError: on all ranks alike, when the loss or a gradient of any rank has a NaN or Inf. The last
             checkpoint stays.
-        CheckpointError: the checkpoints are all damaged, or belong to another run.
+        CheckpointError: the checkpoints are all damaged, belong to another run or other data, or cannot be
+            written.
+        ConfigError: the output's files cannot be written at the start.
         DataError: a file changed, or ranks read different tokens.
     """
     state = _begin(run, warn if run.mesh.rank == 0 else _silent)
@@ -103,16 +107,17 @@ def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str]
     """The checkpoint that a run of this config and data goes on from, or None for a new run.
 
     Raises:
-        CheckpointError: naming the setting in which the checkpoint's run was another.
+        CheckpointError: naming the setting in which the checkpoint's run was another, or the data files.
     """
     found = checkpointing.latest(
-        config.output / "checkpoints", warn=warn, needs={"data": str, "config": dict, "position": dict}
+        config.output / CHECKPOINTS, warn=warn, needs={"data": str, "config": dict, "position": dict}
     )
     if found is None:
         return None
     if found.state["data"] != corpus.digest:
         raise CheckpointError(
-            f"data must be as when {found.path} was written; files were added, removed or changed. "
+            f"data must be as when {found.path} was written; "
+            f"{differences(config.output / DATA_MANIFEST, corpus.files)}. "
             "Give the same data, or start anew with --fresh."
         )
     before, now = found.state["config"], config.model_dump(mode="json")
@@ -149,6 +154,8 @@ def _begin(run: Run, warn: Callable[[str], None]) -> TrainState:
     if found is not None:
         checkpointing.restore(found, model=model, optimizer=state.optimizer)
         state.step, state.position = found.step, Position.from_dict(found.state["position"])
+    if run.mesh.rank == 0:
+        write_whole(run.config.output / DATA_MANIFEST, manifest(run.corpus.files))
     return state
 
 

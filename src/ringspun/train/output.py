@@ -6,14 +6,17 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ringspun.errors import ConfigError
 
-FOLDERS = ("checkpoints", "tensorboard")
-FILES = ("log.jsonl", "loss.png", "proof.json", "failure.txt")
+CHECKPOINTS = "checkpoints"
+FOLDERS = (CHECKPOINTS, "tensorboard")
+DATA_MANIFEST = "data.json"
+FILES = ("log.jsonl", "loss.png", "proof.json", "failure.txt", DATA_MANIFEST)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of the system that more space would end
 _LOCK = ".lock"
 
 
@@ -52,6 +55,23 @@ def move_aside(folder: Path) -> Path | None:
         number += 1
     folder.rename(target)
     return target
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a small file of the output: afterwards there is the new one, or the one that was there.
+
+    Raises:
+        ConfigError: it cannot be written; a full disk, say.
+    """
+    fresh = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError as problem:
+        with suppress(OSError):
+            fresh.unlink()
+        raise _unusable(path, problem) from None
 
 
 def _refuse_current(folder: Path) -> None:
@@ -110,4 +130,6 @@ def _check_writable(folder: Path) -> None:
 def _unusable(path: Path, problem: Exception) -> ConfigError:
     exists = isinstance(problem, OSError) and problem.errno in (errno.EEXIST, errno.ENOTDIR)
     why = "it is, or lies below, a file" if exists else getattr(problem, "strerror", None) or problem
-    return ConfigError(f"output must be a folder that can be written; got {path} ({why}). Give another output.")
+    full = isinstance(problem, OSError) and problem.errno in FULL
+    todo = "Free space there, or give another output." if full else "Give another output."
+    return ConfigError(f"output must be a folder that can be written; got {path} ({why}). {todo}")

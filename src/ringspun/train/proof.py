@@ -30,6 +30,7 @@ from ringspun.train.data import PackedSequence
 from ringspun.train.loop import Run, TrainState
 from ringspun.train.loss import IGNORED, token_loss
 from ringspun.train.model import Shard, build_model, shard_loss
+from ringspun.train.output import write_whole
 from ringspun.train.report import MIB
 
 TOLERANCE = 1e-4  # largest difference over largest value, float32
@@ -205,12 +206,14 @@ def _all_cores() -> Iterator[None]:
 
 def _publish(proof: Proof, run: Run) -> None:
     path = run.config.output / "proof.json"
-    path.write_text(json.dumps(proof.as_dict(), indent=1), encoding="utf-8")
     console = Console()
     console.print(_gradient_table(proof))
     console.print(_memory_table(proof))
-    if not proof.ok:
-        raise ProofError(f"ring and one process must agree to {TOLERANCE:g}; the worst error is {proof.error:.2e}.")
+    try:
+        write_whole(path, json.dumps(proof.as_dict(), indent=1).encode())
+    finally:  # a full disk must not hide it
+        if not proof.ok:
+            raise ProofError(f"ring and one process must agree to {TOLERANCE:g}; the worst error is {proof.error:.2e}.")
     console.print(
         f"proof: ring of {proof.ranks} = one process, worst error {proof.error:.1e}; written to {path}",
         highlight=False,

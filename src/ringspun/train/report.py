@@ -1,10 +1,15 @@
-"""What a run shows and writes, on rank 0 alone: progress bar, JSON lines, TensorBoard scalars, loss curve."""
+"""What a run shows and writes, on rank 0 alone: progress bar, JSON lines, TensorBoard scalars, loss curve.
+
+None of it is worth the run: what cannot be written is told once, and training goes on. (A checkpoint is.)
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import io
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +17,10 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ringspun.errors import RingspunError
+from ringspun.train.log import Log
+from ringspun.train.output import write_whole
 
 MIB = 1 << 20
 _LINE_EVERY_S = 10.0
@@ -46,10 +55,10 @@ class Report:
         self._folder = folder
         self._steps = steps
         self._console = console or Console()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.records = _keep_until(folder / "log.jsonl", done)
-        self._log = (folder / "log.jsonl").open("a", encoding="utf-8")
-        self._board = _tensorboard(folder / "tensorboard", done)
+        self._log = Log(folder / "log.jsonl", done=done)
+        self._behind = False  # whether it was told that the log waits for room
+        self._board: Any = None
+        self._on_board(self._open_board, done)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -70,39 +79,73 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
-        self._log.close()
+        with suppress(OSError):
+            self._bar.stop()
+        try:
+            self._log.close()
+        except OSError as problem:
+            self.say(f"log.jsonl lacks its last lines: {_reason(problem)}")
         if self._board is not None:
-            self._board.close()
-        if self.records:
+            self._on_board(self._board.close)
+        if self._log.records:
             self._draw()
 
     def say(self, text: str) -> None:
-        """Prints one line."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        """Prints one line; where nothing can be printed (to a file on a full disk), nothing."""
+        with suppress(OSError):
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         """Shows and writes one step."""
         values = {key: value for key, value in asdict(record).items() if value is not None}
-        self.records.append(values)
-        self._log.write(json.dumps(values) + "\n")
-        self._log.flush()
-        if self._board is not None:
-            for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
-                self._board.add_scalar(f"train/{key}", values[key], record.step)
+        self._add_to_log(values)
+        for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
+            if self._board is not None:
+                self._on_board(self._board.add_scalar, f"train/{key}", values[key], record.step)
         if record.peak_bytes:
             self._peak = f", peak {max(record.peak_bytes) / MIB:,.1f} MiB a rank"
         figures = f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s{self._peak}"
-        self._bar.update(self._task, completed=record.step, figures=figures)
+        with suppress(OSError):
+            self._bar.update(self._task, completed=record.step, figures=figures)
         if self._bar.disable and (record.step in (1, self._steps) or time.monotonic() > self._next_line_s):
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             self.say(f"step {record.step}/{self._steps}: {figures}")
+
+    def _add_to_log(self, values: dict[str, Any]) -> None:
+        try:
+            self._log.add(values)
+        except OSError as problem:
+            if not self._behind:
+                self.say(
+                    f"log.jsonl cannot be written: {_reason(problem)}. Training goes on; its lines are kept in memory "
+                    "and written when that is possible."
+                )
+        else:
+            if self._behind:
+                self.say("log.jsonl is written again; no line is missing")
+        self._behind = self._log.behind
+
+    def _on_board(self, call: Callable[..., Any], *values: Any) -> None:
+        try:
+            call(*values)
+        except Exception as problem:  # not always an OSError: with tensorflow installed it is one of its own
+            self._board = None  # its thread ended with the first error
+            self.say(f"tensorboard/ cannot be written any more: {_reason(problem)}. Training goes on without it.")
+
+    def _open_board(self, done: int) -> None:
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=done + 1)
 
     def _draw(self) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             self.say("loss.png is not drawn: pip install 'ringspun[plot]'")
             return
-        draw_loss(self.records, self._folder / "loss.png")
+        try:
+            draw_loss(self._log.records, self._folder / "loss.png")
+        except RingspunError as problem:
+            self.say(f"loss.png is not drawn: {problem}")
 
 
 def draw_loss(records: list[dict[str, Any]], path: Path) -> None:
@@ -114,31 +157,10 @@ def draw_loss(records: list[dict[str, Any]], path: Path) -> None:
     axes.plot([r["step"] for r in records], [r["loss"] for r in records], marker=".")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_whole(path, picture.getvalue())
 
 
-def _keep_until(path: Path, done: int) -> list[dict[str, Any]]:
-    """The log's records up to step `done`; an interrupted run may have written more, or half a line."""
-    if not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            if record["step"] <= done and isinstance(record["loss"], float):
-                kept.append(record)
-        except (ValueError, TypeError, KeyError):
-            break
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    fresh.replace(path)
-    return kept
-
-
-def _tensorboard(folder: Path, done: int) -> Any:
-    """A writer, or None where TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=done + 1)
+def _reason(problem: Exception) -> str:
+    return str(getattr(problem, "strerror", None) or problem)

@@ -22,8 +22,18 @@ from torch import Tensor, nn
 
 from ringspun.errors import MissingExtra, UnsupportedByRing
 from ringspun.integrations.transformers import refusals
-from ringspun.integrations.transformers.layers import PLAN_KEYWORD, Asked, Choice, asked, plans, text_config
+from ringspun.integrations.transformers.layers import (
+    COMPANION,
+    PLAN_KEYWORD,
+    Asked,
+    Choice,
+    asked,
+    companion,
+    plans,
+    text_config,
+)
 from ringspun.integrations.transformers.probe import Probe, look
+from ringspun.torch.plan import COMPANIONS
 
 __all__ = ["NAME", "PLAN_KEYWORD", "attention", "no_mask", "plans", "prepare", "register"]
 
@@ -49,6 +59,7 @@ def register() -> None:
         ) from problem
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, no_mask)
+    COMPANIONS[COMPANION] = companion
 
 
 def prepare(model: M) -> M:
@@ -125,7 +136,7 @@ def attention(
     plan = choice.plan_of(asked(module, window))
     refusals.shapes(choice.held, query, key)
     if choice is not given and getattr(module, "layer_idx", 0) in (0, None):  # else the model's call was checked
-        refusals.positions(choice.partition, kwargs.get("position_ids"))
+        refusals.positions(choice, kwargs.get("position_ids"))
     out = plan.attention(query, key, value, scale=scaling, softcap=softcap or None, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
 
@@ -157,6 +168,6 @@ def _check_call(
         inputs = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         positions = choice.partition.positions(restart=choice.partition.documents is not None)
         kwargs["position_ids"] = positions[None].to(inputs.device if inputs is not None else positions.device)
-    refusals.positions(choice.partition, kwargs["position_ids"])
+    refusals.positions(choice, kwargs["position_ids"])
     kwargs[PLAN_KEYWORD] = choice
     return args, kwargs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from ringspun.core.mask import And, Band, Chunks, Mask, Window, documents_of
 from ringspun.errors import UnsupportedByRing
@@ -19,9 +20,9 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 KINDS = (CHUNKED, FULL, SLIDING)
 _OLD_NAMES = {"attention": FULL}
 
-Local = tuple[Mask, ...]
-"""The windows and chunks that a mask is cut down to, or that a layer asks for, sorted; empty: none. No set, which
-torch.compile could not rebuild."""
+Local = tuple[str, ...]
+"""The windows and chunks that a mask is cut down to, or that a layer asks for, sorted; empty: none. Words, and no set
+of masks: a compiled call compares them."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def asked(module: nn.Module, window: int | None, layer: str = "") -> Asked:
     if kind == SLIDING and window is None:
         window = getattr(config, "sliding_window", None)
     if kind == CHUNKED:
-        return Asked(layer, kind, (Chunks(config.attention_chunk_size),))  # type: ignore[union-attr]
-    return Asked(layer, kind, () if window is None else (Window(window),))
+        return Asked(layer, kind, (f"chunks({config.attention_chunk_size})",))  # type: ignore[union-attr]
+    return Asked(layer, kind, () if window is None else (f"window({window})",))
 
 
 def name_of(module: nn.Module) -> str:
@@ -107,7 +108,7 @@ def plans(model: nn.Module, partition: Partition, mask: Mask | Sequence[Mask]) -
     if CHUNKED in kinds:
         cut[CHUNKED] = Chunks(config.attention_chunk_size)
         _refuse_shifted_chunks(config.attention_chunk_size, mask)
-    return {kind: partition.plan(_cut_down(mask, cut.get(kind))) for kind in kinds}
+    return Plans((kind, partition.plan(_cut_down(mask, cut.get(kind)))) for kind in kinds)
 
 
 def text_config(model: nn.Module) -> Any:
@@ -144,16 +145,17 @@ def _local(mask: Mask | tuple[Mask, ...]) -> Local:
     bounded = [p for p in parts if isinstance(p, Band | Window | Chunks)]
     found = (Window(p.left + 1) if isinstance(p, Band) and p.right == 0 and p.left is not None else p for p in bounded)
     real = [p for p in found if p not in (Window(None), Band(None, 0), Band(None, None))]
-    return tuple(sorted(dict.fromkeys(real), key=str))
+    return tuple(sorted({str(p) for p in real}))
 
 
 class Choice:
-    """The plans of one call of a model: a single one for all layers, or one per kind of layer.
+    """The plans of one call of a model: a single one for all layers, or one per kind of layer; and of their partition
+    what every call of a model is checked by, as plain numbers and words: compiled calls guard on them.
 
     Args:
         given: what the caller passed as `ringspun_plan`.
     Raises:
-        UnsupportedByRing: nothing given, or plans of several partitions.
+        UnsupportedByRing: nothing given, plans of several partitions or of cross-attention, or a rank without tokens.
     """
 
     def __init__(self, given: Plan | Mapping[str, Plan]) -> None:
@@ -169,13 +171,42 @@ class Choice:
         self._locals = {kind: _local(plan.mask) for kind, plan in self._plans.items()}
         first, *others = self._plans.values()
         self.partition = first.partition
-        self.held = self.partition.local_tokens  # an int: counting it in every layer would break compiled graphs
         for other in others:
             part = other.partition
             if part.context is not self.partition.context or part.core != self.partition.core:
                 raise UnsupportedByRing(
                     f"{PLAN_KEYWORD} must hold plans of one partition; got {self.partition!r} and {part!r}."
                 )
+        empty = np.flatnonzero(self.partition.core.tokens == 0)
+        if len(empty):  # the same on all ranks, so that they refuse alike; models cannot run over no tokens
+            raise UnsupportedByRing(
+                f"plan must give every rank a token; it gives none to ring rank {empty[0]} of {self.partition.seq_len} "
+                "tokens. Use a smaller ring, a longer sequence or another layout."
+            )
+        self.held = self.partition.local_tokens
+        self.last = tuple(int(row[-1]) for row in self.own_positions())
+
+    @staticmethod
+    def of(given: Any) -> Choice:
+        """That of a call; of a plan, and of `plans`, made before.
+
+        Raises: as the class.
+        """
+        if isinstance(given, Plans):
+            return given.choice
+        if isinstance(given, Mapping):
+            return Choice(given)
+        made = given.companion(COMPANION)
+        if isinstance(made, UnsupportedByRing):
+            raise made
+        return made  # type: ignore[no-any-return]
+
+    def own_positions(self) -> list[Tensor]:
+        """The positions that a call may be given, of the first batch row ``[T]``: global ones, and where there are
+        documents also those that restart in each."""
+        part = self.partition
+        own = [part.positions(restart=restart) for restart in sorted({False, part.restarts})]
+        return [x.reshape(-1, x.shape[-1])[0] for x in own]
 
     def plan_of(self, layer: Asked) -> Plan:
         """The plan that a layer gets.
@@ -200,4 +231,23 @@ class Choice:
 
 
 def _shown(local: Local) -> str:
-    return " & ".join(map(str, local)) or "no window"
+    return " & ".join(local) or "no window"
+
+
+class Plans(dict[str, "Plan"]):
+    """Plans by kind of layer, and what a call is checked by."""
+
+    def __init__(self, plans: Iterable[tuple[str, Plan]]) -> None:
+        super().__init__(plans)
+        self.choice = Choice(self)
+
+
+COMPANION = "transformers"
+
+
+def companion(plan: Plan) -> Choice | UnsupportedByRing:
+    """What is kept with every plan: the choice of a call that gives it, or why there is none."""
+    try:
+        return Choice(plan)
+    except UnsupportedByRing as refusal:
+        return refusal

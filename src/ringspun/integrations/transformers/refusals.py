@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ringspun.errors import UnsupportedByRing
 from ringspun.integrations.transformers.layers import KINDS, PLAN_KEYWORD, Choice, layer_kinds, name_of
-
-if TYPE_CHECKING:
-    from ringspun.torch import Partition
 
 # Keywords that reach attention and mean nothing to it; any other that is set is refused.
 _HARMLESS = {
@@ -39,6 +35,12 @@ _MASK_MESSAGE = (
 _BALANCE_MESSAGE = (
     "output_router_logits must be False on a ring; got True. The model would add the balance loss of this shard's "
     "tokens alone, and the mean of those is not that of the whole sequence."
+)
+
+
+_POSITIONS_MESSAGE = (
+    "position_ids must be this shard's global positions; got 0, 1, 2, ... "
+    "Use plan.partition.positions(), or prepare(model), which fills them in."
 )
 
 
@@ -142,21 +144,13 @@ def cache(kwargs: dict[str, Any]) -> None:
 
 
 def plan(given: Any) -> Choice:
-    """The plans of a call; refuses none at all, and a rank without tokens."""
+    """The plans of a call; refuses none at all."""
     if given is None:
         raise UnsupportedByRing(
             f"{PLAN_KEYWORD} must be given to every call of the model; got none. "
             f"Write model(..., {PLAN_KEYWORD}=plan) with the plan of this batch."
         )
-    choice = Choice(given)
-    part = choice.partition
-    empty = np.flatnonzero(part.core.tokens == 0)
-    if len(empty):  # the same on all ranks, so that they refuse alike; models cannot run over no tokens
-        raise UnsupportedByRing(
-            f"plan must give every rank a token; it gives none to ring rank {empty[0]} of {part.seq_len} "
-            "tokens. Use a smaller ring, a longer sequence or another layout."
-        )
-    return choice
+    return Choice.of(given)
 
 
 def shapes(held: int, query: Tensor, key: Tensor) -> None:
@@ -173,21 +167,22 @@ def shapes(held: int, query: Tensor, key: Tensor) -> None:
         )
 
 
-def positions(part: Partition, given: Tensor | None) -> None:
+def positions(choice: Choice, given: Tensor | None) -> None:
     """Refuses the 0, 1, 2, ... that a model makes up when given none, unless they are the shard's own."""
     if given is None:
         raise UnsupportedByRing("position_ids must be given on a ring; got none. Use plan.partition.positions().")
     if given.device.type != "cpu" or given.shape[-1] == 0:
         return  # comparing on a device would synchronise; `prepare` has filled them in there
     row = given.reshape(-1, given.shape[-1])[0]
-    if not torch.equal(row, torch.arange(len(row))):
-        return
-    own = [part.positions(restart=restart) for restart in {False, part.restarts}]
-    if not any(torch.equal(row, candidate.reshape(-1, len(row))[0].to(row.dtype)) for candidate in own):
-        raise UnsupportedByRing(
-            "position_ids must be this shard's global positions; got 0, 1, 2, ... "
-            "Use plan.partition.positions(), or prepare(model), which fills them in."
-        )
+    if torch.compiler.is_compiling():  # a traced call cannot branch on numbers: it asserts, on the last of them
+        right = row[-1] == choice.last[0]
+        for last in choice.last[1:]:
+            right = right | (row[-1] == last)
+        torch._assert_async(right, _POSITIONS_MESSAGE)
+    elif torch.equal(row, torch.arange(len(row))) and not any(
+        torch.equal(row, own.to(row.dtype)) for own in choice.own_positions()
+    ):
+        raise UnsupportedByRing(_POSITIONS_MESSAGE)
 
 
 def brief(value: Any) -> str:

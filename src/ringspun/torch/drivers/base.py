@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ringspun.core.route.base import Action
+from ringspun.core.wire import Header
+from ringspun.steplog import StepLog, What, dump
 
 T = TypeVar("T")
 
@@ -26,16 +28,25 @@ class Transfer:
 
     Args:
         action: send or receive. peer: ring rank at the other end. what: words for error messages.
+        header: what the message says, or must say, of itself.
     """
 
     action: Action
     peer: int
     buffer: Tensor
     what: str
+    header: Header | None = None
 
 
 class Ticket:
     """Stands for transfers under way."""
+
+
+@dataclass(frozen=True)
+class Together(Ticket):
+    """Waited for until every rank waits for it; `what` says for what, in words."""
+
+    what: str
 
 
 RankProgram = Generator["list[Transfer] | Ticket", Any, T]
@@ -69,15 +80,31 @@ class RingState:
 
     Args:
         calls: attention calls so far, forward and backward; a call's number stands in its headers.
+        logs: of the ranks that this process plays. log_dir: where they are dumped when the ring breaks; None: nowhere.
         contexts: contexts that have made a plan. agreed_sizes: of the last call's messages.
         broken: why the ring can no longer be used, if it cannot: a call ended on this rank where others may still be in
             it, so that the next one would pair with the wrong messages.
     """
 
+    logs: tuple[StepLog, ...]
+    log_dir: str | None = None
     calls: int = 0
     contexts: int = 0
     agreed_sizes: str = ""
     broken: str | None = None
+
+    def log_failure(self, failure: BaseException, words: str) -> None:
+        """Log that the ring ended here, and dump the log where there is a folder for it; the error tells of it."""
+        for log in self.logs:
+            log.note(-1, -1, What.FAILED, words=words)
+        if self.log_dir is None:
+            return
+        try:
+            failure.add_note(
+                f"step log: {dump(self.log_dir, reason='error', failure=words)}. Run `ringspun explain-hang`."
+            )
+        except OSError as problem:  # the error itself matters more
+            failure.add_note(f"step log not written: {problem}")
 
 
 class Driver(ABC):

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,8 +25,10 @@ from torch import Tensor
 
 from ringspun.core.route.base import Action
 from ringspun.errors import PeerError, PlanMismatchError, RingBroken, RingspunError
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Transfer
+from ringspun.steplog import StepLog, What
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Together, Transfer, digest_of
 from ringspun.torch.drivers.notes import Notes, describe
+from ringspun.torch.drivers.place import module_words
 
 # torch imports torch.distributed.nn.functional lazily, at the first call of a custom op; its default arguments would
 # then hold the default group for good. Imported above, before there is a group, they hold nothing.
@@ -35,7 +40,7 @@ FAILED = bytes(32)
 @dataclass(eq=False)
 class _Works(Ticket):
     works: list[Any]
-    what: str
+    whats: list[str]
 
 
 class Gloo(Driver):
@@ -52,9 +57,10 @@ class Gloo(Driver):
         self.ring_ranks = (self.ring_rank,)
         self.devices = ("cpu",)
         self.counts = Counts()
-        self.state = _states.setdefault(group, RingState())
+        self.state = _state_of(group)
+        (self._log,) = self.state.logs
         self._timeout = timedelta(seconds=timeout_s)
-        self._notes = Notes(group.get_group_store(), self.ring_rank, patience_s=min(timeout_s, 2.0))
+        self._notes = Notes(group.get_group_store(), self.ring_rank, patience_s=min(timeout_s, 1.0))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -79,10 +85,13 @@ class Gloo(Driver):
                 asked = program.send(answer)
                 if isinstance(asked, list):
                     answer = self._post(asked)
+                elif isinstance(asked, Together):
+                    answer = None
+                    self.agree(asked.what, digest_of(asked.what), {})
                 else:
                     assert isinstance(asked, _Works)
                     answer = None
-                    self._wait(asked.works, asked.what)
+                    self._wait(asked.works, asked.whats)
         except StopIteration as end:
             return [end.value]
         except BaseException as failure:
@@ -98,9 +107,7 @@ class Gloo(Driver):
             )
 
     def _post(self, transfers: list[Transfer]) -> _Works:
-        what = ", ".join(
-            f"{t.what} {'to' if t.action == Action.SEND else 'from'} ring rank {t.peer}" for t in transfers
-        )
+        whats = [f"{t.what} {'to' if t.action == Action.SEND else 'from'} ring rank {t.peer}" for t in transfers]
         operations = []
         for t in transfers:
             sends = t.action == Action.SEND
@@ -110,12 +117,15 @@ class Gloo(Driver):
             operation = dist.isend if sends else dist.irecv
             operations.append(dist.P2POp(operation, t.buffer, group=self.group, group_peer=t.peer))
         if not operations:
-            return _Works([], what)
-        return _Works(self._guarded(lambda: dist.batch_isend_irecv(operations), what), what)
+            return _Works([], whats)
+        return _Works(self._guarded(lambda: dist.batch_isend_irecv(operations), ", ".join(whats)), whats)
 
-    def _wait(self, works: list[Any], what: str) -> None:
-        for work in works:
-            self._guarded(functools.partial(work.wait, self._timeout), what)
+    def _wait(self, works: list[Any], whats: list[str]) -> None:
+        """Wait for all of `works`, together no longer than the timeout."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        for work, what in zip(works, whats, strict=True):
+            left = timedelta(seconds=max(end - time.monotonic(), 1e-3))  # 0 would mean for ever
+            self._guarded(functools.partial(work.wait, left), what)
 
     def _guarded(self, action: Callable[[], Any], what: str) -> Any:
         """Run a torch.distributed call; its failure becomes a `PeerError` that says who, what, and what peers said."""
@@ -125,17 +135,22 @@ class Gloo(Driver):
             raise
         except (RuntimeError, ValueError) as problem:
             words = self._notes.last_words(self.size)
-            failure = PeerError(
-                f"ring rank {self.ring_rank} of {self.size}: {what} must finish within "
-                f"{self._timeout.total_seconds():g} s; got {_first_words(problem)}.{words}"
+            place = f"ring rank {self.ring_rank} of {self.size}, {self._log.place}{module_words()}"
+            found = (
+                f"{place}: {what} must finish within {self._timeout.total_seconds():g} s; got {_first_words(problem)}."
             )
-            self.report(failure)
+            failure = PeerError(found + words)
+            self._report(failure, describe(PeerError(found)))  # what others said of others they can read themselves
             raise failure from problem
 
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         self._check_intact()
+        with self._logged(topic):
+            self._agree(topic, digest, fields, failure)
+
+    def _agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         error = describe(failure) if failure else None
         note = self._notes.come(topic, fields, error)
         digests = self._exchange(FAILED if failure else digest, [32] * self.size, topic)
@@ -156,7 +171,7 @@ class Gloo(Driver):
         gathered = [torch.empty_like(brought) for _ in range(self.size)]
         what = f"agreement on {topic}"
         work = self._guarded(lambda: dist.all_gather(gathered, brought, group=self.group, async_op=True), what)
-        self._wait([work], what)
+        self._wait([work], [what])
         return [bytes(g.tolist())[:n] for g, n in zip(gathered, lengths, strict=True)]
 
     def _exchange_notes(self, note: dict[str, Any], topic: str) -> list[dict[str, Any]]:
@@ -167,9 +182,22 @@ class Gloo(Driver):
         return [json.loads(text) for text in self._exchange(mine, sizes, topic)]
 
     def report(self, failure: BaseException) -> None:
+        self._report(failure, describe(failure))
+
+    def _report(self, failure: BaseException, words: str) -> None:
         if self.state.broken is None:
-            self.state.broken = describe(failure)
-            self._notes.leave_error(describe(failure))
+            self.state.broken = words
+            self._notes.leave_error(words)
+            self.state.log_failure(failure, words)
+
+    @contextmanager
+    def _logged(self, words: str) -> Iterator[None]:
+        """Log that this rank is in a collective."""
+        number = self._log.agree(words)
+        try:
+            yield
+        finally:
+            self._log.note(number, -1, What.AGREED)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -180,15 +208,17 @@ class Gloo(Driver):
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: x.shape[0]] = x
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        work = self._guarded(lambda: dist.all_gather(parts, padded, group=self.group, async_op=True), "gather")
-        self._wait([work], "gather")
+        with self._logged("gather"):
+            work = self._guarded(lambda: dist.all_gather(parts, padded, group=self.group, async_op=True), "gather")
+            self._wait([work], ["gather"])
         return torch.cat([p[:n] for p, n in zip(parts, rows, strict=True)])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._check_intact()
         total = x.clone(memory_format=torch.contiguous_format)
-        work = self._guarded(lambda: dist.all_reduce(total, group=self.group, async_op=True), "all-reduce")
-        self._wait([work], "all-reduce")
+        with self._logged("all-reduce"):
+            work = self._guarded(lambda: dist.all_reduce(total, group=self.group, async_op=True), "all-reduce")
+            self._wait([work], ["all-reduce"])
         return total
 
 
@@ -210,8 +240,17 @@ def _mismatch(topic: str, digests: list[bytes], notes: list[dict[str, Any]]) -> 
 
 
 def _first_words(problem: Exception) -> str:
-    """gloo's first line, without its own advice."""
-    return str(problem).splitlines()[0].split(" This may indicate")[0].rstrip(". ") or type(problem).__name__
+    """gloo's first line, without the place in its source and without its own advice."""
+    line = re.sub(r"^\[\S+:\d+\] ", "", str(problem).splitlines()[0])
+    return re.split(r" This (?:may|is) ", line)[0].rstrip(". ") or type(problem).__name__
+
+
+def _state_of(group: dist.ProcessGroup) -> RingState:
+    """What the contexts of a group share."""
+    if group not in _states:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _states[group] = RingState((StepLog(group.group_name, ranks, dist.get_rank(group)),))
+    return _states[group]
 
 
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, RingState] = weakref.WeakKeyDictionary()

@@ -6,6 +6,8 @@ A ring of one is plain attention: it never yields a message.
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import threading
 from collections import deque
@@ -16,14 +18,21 @@ from typing import Any
 from torch import Tensor
 
 from ringspun.core.route.base import Action
-from ringspun.errors import TransferError
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Transfer
+from ringspun.errors import RingspunError, TransferError
+from ringspun.steplog import StepLog
+from ringspun.steplog.log import KEPT
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Together, Transfer
+from ringspun.torch.drivers.notes import describe
+
+ROWS_OF_ALL = 1 << 16
+"""Rows that the step logs of a loopback's ranks hold together at most (but for 32 each)."""
 
 
 @dataclass(eq=False)
 class _Pending(Ticket):
     transfers: list[Transfer]
     open: int = 0
+    what: str = ""
 
 
 @dataclass(eq=False)
@@ -35,6 +44,10 @@ class _Rank:
     done: bool = False
     result: Any = None
 
+    @property
+    def ready(self) -> bool:
+        return not self.done and (self.waiting is None or self.waiting.open == 0)
+
 
 @dataclass
 class _Link:
@@ -42,6 +55,10 @@ class _Link:
 
     sends: deque[tuple[_Pending, Transfer]] = field(default_factory=deque)
     receives: deque[tuple[_Pending, Transfer]] = field(default_factory=deque)
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.sends and self.receives)
 
 
 class Loopback(Driver):
@@ -60,10 +77,12 @@ class Loopback(Driver):
         self.size = size
         self.ring_ranks = tuple(range(size))
         self.counts = Counts()
-        self.state = RingState()
+        name, kept = f"loopback {os.getpid()} {next(_names)}", max(32, min(KEPT, ROWS_OF_ALL // size))
+        self.state = RingState(tuple(StepLog(name, self.ring_ranks, r, kept=kept) for r in self.ring_ranks))
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._links: dict[tuple[int, int], _Link] = {}
+        self._together: list[_Pending] = []
 
     def deliver(self, sender: int, receiver: int, sent: Transfer, wanted: Transfer) -> None:
         """Move one message. Tests override this to damage messages."""
@@ -76,25 +95,33 @@ class Loopback(Driver):
 
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         with self._lock:  # threads that share a loopback take turns
-            return self._run(programs)
+            try:
+                return self._run(programs)
+            except RingspunError as failure:
+                self.state.log_failure(failure, describe(failure))
+                raise
 
     def _run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
-        self._links = {}
+        self._links, self._together = {}, []
         ranks = [_Rank(n, p) for n, p in zip(self.ring_ranks, programs, strict=True)]
-        while True:
-            ready = [r for r in ranks if not r.done and (r.waiting is None or r.waiting.open == 0)]
-            if not ready:
-                break
-            self._advance(self._random.choice(ready))
+        while self._step(ranks):
+            pass
         stuck = [r for r in ranks if not r.done]
         if stuck:
             waits = "; ".join(
-                f"ring rank {r.number} waits for {', '.join(t.what for t in r.waiting.transfers)}"
+                f"ring rank {r.number} waits for {r.waiting.what or ', '.join(t.what for t in r.waiting.transfers)}"
                 for r in stuck
                 if r.waiting
             )
             raise TransferError(f"every rank must advance; all wait: {waits}.")
         return [r.result for r in ranks]
+
+    def _step(self, ranks: list[_Rank]) -> bool:
+        """Let one rank that can advance do so; False when none can."""
+        ready = [r for r in ranks if r.ready]
+        if ready:
+            self._advance(self._random.choice(ready))
+        return bool(ready)
 
     def _advance(self, rank: _Rank) -> None:
         """Run one rank to its next yield."""
@@ -107,6 +134,13 @@ class Loopback(Driver):
         rank.answer = None
         if isinstance(asked, list):
             rank.answer = self._post(rank.number, asked)
+        elif isinstance(asked, Together):
+            rank.waiting = _Pending([], 1, asked.what)
+            self._together.append(rank.waiting)
+            if len(self._together) == self.size:  # the last one lets all go
+                for ticket in self._together:
+                    ticket.open = 0
+                self._together.clear()
         else:
             assert isinstance(asked, _Pending)
             rank.waiting = asked
@@ -125,12 +159,16 @@ class Loopback(Driver):
         return ticket
 
     def _match(self, sender: int, receiver: int) -> None:
+        """Called when a message of this link was posted: it arrives as soon as both ends are there."""
+        while self._links[sender, receiver].whole:
+            self._arrive(sender, receiver)
+
+    def _arrive(self, sender: int, receiver: int) -> None:
         link = self._links[sender, receiver]
-        while link.sends and link.receives:
-            (out_ticket, sent), (in_ticket, wanted) = link.sends.popleft(), link.receives.popleft()
-            self.deliver(sender, receiver, sent, wanted)
-            out_ticket.open -= 1
-            in_ticket.open -= 1
+        (out_ticket, sent), (in_ticket, wanted) = link.sends.popleft(), link.receives.popleft()
+        self.deliver(sender, receiver, sent, wanted)
+        out_ticket.open -= 1
+        in_ticket.open -= 1
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         if failure is not None:
@@ -144,3 +182,6 @@ class Loopback(Driver):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+
+_names = itertools.count()

@@ -55,7 +55,7 @@ class Notes:
             if note is None:
                 words.insert(0, f"ring rank {rank} has not been heard of")
             elif (note["error"] or "").startswith("PeerError"):  # a consequence like this rank's own, no cause
-                words.append(f"ring rank {rank} gave up waiting too")
+                words.append(f"ring rank {rank} gave up waiting too ({note['error'].split(': ', 2)[-1].rstrip('.')})")
             elif note["error"]:
                 words.insert(0, f"ring rank {rank} reported {note['error']}")
             else:

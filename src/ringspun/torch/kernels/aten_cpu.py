@@ -22,8 +22,8 @@ from ringspun.torch.kernels.base import (
     tile_rows,
 )
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 FEW = 512
@@ -58,7 +58,7 @@ class AtenCpu(Kernel):
             q, k, v = _operands(block, q_rows, k_rows, piece.masked)
             if not piece.masked:
                 out, lse = _forward(q, k, v, scale=block.scale)
-                yield Partial(q_rows, out[..., : block.v.shape[-1]], lse)
+                yield Partial(q_rows, _columns(out, block.v.shape[-1]), lse)
                 continue
             parts = (
                 (a, b, *_forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=block.scale))
@@ -66,14 +66,14 @@ class AtenCpu(Kernel):
             )
             if piece.alone:  # nothing to merge with, in this tile: each block is written where it belongs
                 for a, b, out, lse in parts:
-                    yield Partial(_within(q_rows, a, b), out[..., : block.v.shape[-1]], lse)
+                    yield Partial(_within(q_rows, a, b), _columns(out, block.v.shape[-1]), lse)
                 continue
             _, _, outs, lses = zip(*parts, strict=True)
-            yield Partial(q_rows, torch.cat(outs, 2)[..., : block.v.shape[-1]], torch.cat(lses, 2))
+            yield Partial(q_rows, _columns(torch.cat(outs, 2), block.v.shape[-1]), torch.cat(lses, 2))
 
     def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
         for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
-            given = _Backward.of(block, saved.rows(q_rows), q_rows, k_rows, piece.masked)
+            given = _Backward.of(block, saved, q_rows, k_rows, piece.masked)
             if not piece.masked:
                 yield Gradients(q_rows, k_rows, *given.gradients())
                 continue
@@ -95,17 +95,18 @@ class _Backward(NamedTuple):
 
     @classmethod
     def of(cls, block: Block, saved: Saved, q_rows: Rows, k_rows: Rows, masked: bool) -> _Backward:
-        """All rows and keys of a piece; `saved` of its rows."""
+        """All rows and keys of a piece."""
         q, k, v = _operands(block, q_rows, k_rows, masked)
-        out, dout = saved.out.to(q.dtype), saved.dout.to(q.dtype)
+        out, dout = (x[q_rows.batch, :, q_rows.tokens].to(q.dtype) for x in (saved.out, saved.dout))
         if saved.dlse is not None:
             # The op makes delta = sum(out * dout) itself. One more column carries ours, with dlse in it:
             # dout' = [dout, 1], out' = [0, delta], v' = [v, 0]. In the op's dtype, so bf16 rounds it.
-            delta = saved.delta[..., None].to(q.dtype)
+            delta = saved.delta[q_rows.batch, :, q_rows.tokens, None].to(q.dtype)
             dout, out = torch.cat([dout, torch.ones_like(delta)], -1), torch.cat([torch.zeros_like(out), delta], -1)
         size = max(q.shape[-1], dout.shape[-1])
         dout, q, k, v, out = (_pad(x, size) for x in (dout, q, k, v, out))
-        return cls(dout, q, k, v, out, saved.lse, block.scale, (block.q.shape[-1], block.v.shape[-1]))
+        lse = saved.lse[q_rows.batch, :, q_rows.tokens]
+        return cls(dout, q, k, v, out, lse, block.scale, (block.q.shape[-1], block.v.shape[-1]))
 
     def part(self, a: int, b: int, c: int, d: int) -> _Backward:
         """Rows a:b and keys c:d of it."""
@@ -116,7 +117,7 @@ class _Backward(NamedTuple):
         """``(dq, dk, dv)``."""
         dout, q, k, v, out, lse, scale, (size, value_size) = self
         dq, dk, dv = _backward(dout, q, k, v, out, lse.contiguous(), 0.0, False, attn_mask=mask, scale=scale)
-        return dq[..., :size], dk[..., :size], dv[..., :value_size]
+        return _columns(dq, size), _columns(dk, size), _columns(dv, value_size)
 
 
 def _pieces(tiles: StepTiles, sizes: bands.Sizes) -> Iterator[tuple[Rows, Rows, bands.Piece]]:
@@ -139,7 +140,11 @@ def _operands(block: Block, q_rows: Rows, k_rows: Rows, masked: bool) -> tuple[T
 
 
 def _rows(x: Tensor, first: int, last: int) -> Tensor:
-    return x.narrow(2, first, last - first)
+    return x if last - first == x.shape[2] else x.narrow(2, first, last - first)
+
+
+def _columns(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else x[..., :size]
 
 
 def _within(rows: Rows, first: int, last: int) -> Rows:
