@@ -108,9 +108,9 @@ def rows_sent(schedules, to=None, payload=Payload.KV, backward=False):
     total = 0
     for s in schedules:
         for m in (s.backward if backward else s.forward).messages.tolist():
-            if m[MessageColumn.ACTION] == Action.SEND and m[MessageColumn.PAYLOAD] == payload:
-                if to is None or to(s.ring_rank, m[MessageColumn.PEER]):
-                    total += m[MessageColumn.ROW1]
+            there = to is None or to(s.ring_rank, m[MessageColumn.PEER])
+            if m[MessageColumn.ACTION] == Action.SEND and m[MessageColumn.PAYLOAD] == payload and there:
+                total += m[MessageColumn.ROW1]
     return total
 
 

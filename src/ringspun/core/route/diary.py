@@ -79,12 +79,14 @@ class Diary:
         self._messages.append(_Message(step, moment, Action.RECEIVE, peer, block, due, stay))
         return stay
 
-    def send(self, stay: Stay | None, payload: Payload, block: int, peer: int, step: int, due: int) -> None:
-        """Post a send of what lies there (None: of the rank's own rows, packed for it) at `step`, wait at `due`."""
+    def send(self, stay: Stay | None, payload: Payload, block: int, peer: int, step: int, due: int) -> Stay:
+        """Post a send of what lies there (None: of the rank's own rows, packed for it) at `step`, wait at `due`; where
+        it lies, for another send of this step that is due later."""
         moment, packed = _moment(payload), stay is None
         stay = self._stay(payload, 3 * step + 2 * moment) if stay is None else stay
         self._keep(stay, 3 * due + moment)
         self._messages.append(_Message(step, moment, Action.SEND, peer, block, due, stay, packed))
+        return stay
 
     def legs(self, count: int) -> Legs:
         """The pass, of `count` steps."""

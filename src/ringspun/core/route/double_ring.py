@@ -94,11 +94,10 @@ class BoundDoubleRing(BoundRoute):
         for lap in range(int(laps.max()) + 1):
             begin, then = lap * self.inner, (lap + 1) * self.inner
             block = self._block(ring_rank, lap, 0)
-            here = lap == 0 or entered is not None
-            self._round(diary, ring_rank, lap, entered, backward=backward)
-            if here and lap < laps[block]:
-                diary.send(entered, Payload.KV, block, self._next_node(ring_rank, 1), begin, then)
-            block, comes = self._block(ring_rank, lap + 1, 0), False
+            begun = self._round(diary, ring_rank, lap, entered, backward=backward)
+            if lap < laps[block]:
+                diary.send(begun, Payload.KV, block, self._next_node(ring_rank, 1), begin, then)
+            block = self._block(ring_rank, lap + 1, 0)
             comes = lap + 1 <= laps[block]
             entered = diary.receive(Payload.KV, block, self._next_node(ring_rank, -1), begin, then) if comes else None
             if backward and self.last[lap, ring_rank] >= 0:
@@ -106,27 +105,29 @@ class BoundDoubleRing(BoundRoute):
                 bring_home(diary, ring_rank, self._reader(ring_rank, lap, last), begin + last)
         return diary
 
-    def _round(self, diary: Diary, ring_rank: int, lap: int, kv: Stay | None, *, backward: bool) -> None:
-        """One lap round the node, begun with `kv` (the first: with the rank's own rows)."""
-        grads: Stay | None = None
+    def _round(self, diary: Diary, ring_rank: int, lap: int, kv: Stay | None, *, backward: bool) -> Stay | None:
+        """One lap round the node, begun with `kv` (the first: with the rank's own rows); where that lies by then."""
+        grads, begun = None, kv
         after, before = self._neighbour(ring_rank, 1), self._neighbour(ring_rank, -1)
         for hop in range(self.inner):
             step, block = lap * self.inner + hop, self._block(ring_rank, lap, hop)
             first, last = int(self.first[lap, block]), int(self.last[lap, block])
             if hop < last:
-                diary.send(kv, Payload.KV, block, after, step, step + 1)
+                sent = diary.send(kv, Payload.KV, block, after, step, step + 1)
+                begun = sent if hop == 0 else begun
             if kv is not None:
                 diary.compute(step, block, kv)
             if backward and kv is not None and first <= hop <= last:
                 held, to = diary.gather(step, block, grads), after if hop < last else block
                 diary.send(held, Payload.DKV, block, to, step, step + 1)
             if hop + 1 == self.inner:
-                return
+                break
             block = self._block(ring_rank, lap, hop + 1)
             first, last = int(self.first[lap, block]), int(self.last[lap, block])
             kv = diary.receive(Payload.KV, block, before, step, step + 1) if hop + 1 <= last else None
             follows = backward and first <= hop < last
             grads = diary.receive(Payload.DKV, block, before, step, step + 1) if follows else None
+        return begun
 
     def _block(self, ring_rank: int, lap: int, hop: int) -> int:
         """Whose block a rank has then."""
