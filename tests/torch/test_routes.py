@@ -85,6 +85,15 @@ def test_a_route_must_be_the_same_on_all_ranks_and_fit_the_ring():
         ContextParallel(Loopback(3), route=DoubleRing(2)).plan(12, Causal())
 
 
+def test_routes_by_name():
+    one = ContextParallel(Loopback(4), route="double_ring(2)").plan(16, Causal())
+    assert "double_ring(inner=2)" in str(one)
+    with pytest.raises(PlanError, match="did you mean 'direct'"):
+        ContextParallel(Loopback(4), route="dirct")
+    with pytest.raises(PlanError, match="route must be 'auto', a Route or its string; got 3"):
+        ContextParallel(Loopback(4), route=3)
+
+
 def test_ranks_keep_in_step_by_every_route():
     for route in ROUTES:
         results = []

@@ -24,8 +24,9 @@ from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.readings import of_route
-from ringspun.core.route.base import Legs, MessageColumn, Moment, Route, StepColumn
+from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, pack_slot
 from ringspun.core.text import shown
+from ringspun.core.wire import Payload
 from ringspun.errors import LayoutError, PlanError
 
 FORMAT_VERSION = 3
@@ -70,6 +71,24 @@ class Pass:
         """Allowed pairs per step and head: of one batch row; of all rows together where each has its own mask."""
         counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles) * tl.rows(self.tiles)))
         return np.diff(counts[self.tile_offsets])
+
+    def slot_rows(self, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
+        """Buffers that it uses, and the most rows each has to hold.
+
+        Args:
+            rows_of_blocks: `Schedule.travelling_tokens`.
+        """
+        m, gathers = self.messages, self.steps[self.steps[:, StepColumn.GRAD_SLOT] != OWN]
+        used = m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.ROW1]].tolist()
+        used += [
+            (Payload.DKV, slot, rows_of_blocks[block])
+            for block, slot in gathers[:, [StepColumn.SOURCE, StepColumn.GRAD_SLOT]].tolist()
+        ]
+        rows: dict[tuple[Payload, int], int] = {}
+        for payload, slot, count in used:
+            key = Payload(payload), pack_slot(slot)
+            rows[key] = max(rows.get(key, 0), int(count))
+        return rows
 
     def _arrays(self) -> tuple[NDArray[np.int64], ...]:
         return self.steps, self.messages, self.tiles, self.tile_offsets

@@ -147,7 +147,7 @@ class _Mail:
         self._device = own[0].device
         self._slots = {
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in _slot_rows(one, job.schedule.travelling_tokens).items()
+            for key, rows in one.slot_rows(job.schedule.travelling_tokens).items()
         }
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         self.note = partial(job.log.note, job.call, job.phase)
@@ -300,18 +300,6 @@ class _Mail:
 
 def _words(data: Tensor) -> NDArray[np.int64]:
     return data.cpu().view(torch.int64).numpy()
-
-
-def _slot_rows(one: Pass, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
-    """Buffers that a pass uses and the most rows each has to hold."""
-    rows: dict[tuple[Payload, int], int] = {}
-    used = [(m[MessageColumn.PAYLOAD], m[MessageColumn.SLOT], m[MessageColumn.ROW1]) for m in one.messages]
-    gathers = one.steps[one.steps[:, StepColumn.GRAD_SLOT] != OWN]
-    used += [(Payload.DKV, s[StepColumn.GRAD_SLOT], rows_of_blocks[s[StepColumn.SOURCE]]) for s in gathers]
-    for payload, slot, count in used:
-        key = Payload(payload), pack_slot(int(slot))
-        rows[key] = max(rows.get(key, 0), int(count))
-    return rows
 
 
 def _copy(x: Tensor) -> Tensor:

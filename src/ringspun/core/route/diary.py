@@ -1,8 +1,8 @@
 """A rank's diary: what it sends, receives and computes, from which its pass and the slots of its buffers follow.
 
 Routes that relay nothing, or on several ways at once, are told event by event; here every message and every block gets
-the first buffer that is free. Times count thirds of a step: what is waited for and posted before the tiles of step t, at
-3t; what is waited for with its first tile, and gradients, at 3t + 1; what is added and posted after them, at 3t + 2.
+the first buffer that is free. Times count thirds of a step: what is waited for and posted before the tiles of step t,
+at 3t; what is waited for with its first tile, and gradients, at 3t + 1; what is added and posted after them, at 3t + 2.
 """
 
 from __future__ import annotations
