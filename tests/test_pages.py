@@ -18,6 +18,7 @@ PAGES = [
     (DOCS / "huggingface.md", 24),
     (DOCS / "testing.md", 20),
     (DOCS / "trust.md", 26),
+    (DOCS / "routes.md", 5),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -1,6 +1,6 @@
 """ringspun: exact attention over sequences that no single device can hold.
 
-Masks and layouts live here and need neither torch nor jax. The ring itself is in `ringspun.torch`.
+Masks, layouts and routes live here and need neither torch nor jax. The ring itself is in `ringspun.torch`.
 """
 
 from ringspun.core.buckets import Buckets
@@ -19,7 +19,8 @@ from ringspun.core.mask import (
     Prefix,
     Window,
 )
-from ringspun.core.text import parse_layout, parse_mask
+from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring
+from ringspun.core.text import parse_layout, parse_mask, parse_route
 
 __version__ = "0.1.0.dev0"
 
@@ -27,23 +28,28 @@ __all__ = [
     "Anchors",
     "Balanced",
     "Band",
+    "Bidirectional",
     "Blocks",
     "Buckets",
     "Causal",
     "Chunks",
     "Contiguous",
+    "Direct",
     "DocumentPairs",
     "DocumentZigzag",
     "Documents",
+    "DoubleRing",
     "Full",
     "Keys",
     "Layout",
     "Mask",
     "Prefix",
+    "Ring",
     "Striped",
     "Window",
     "Zigzag",
     "__version__",
     "parse_layout",
     "parse_mask",
+    "parse_route",
 ]

@@ -85,19 +85,20 @@ class Rank:
 
     def run(self, backward):
         for step, row in enumerate(self.legs.steps.tolist()):
-            yield from self.wait(Moment.BEFORE)
+            yield from self.wait(step, Moment.BEFORE)
             self.post(step, Moment.BEFORE)
             if step in self.computes:
                 self.read_block(step, *row[:2])
-            yield from self.wait(Moment.AFTER)
+            yield from self.wait(step, Moment.AFTER)
             if backward:
                 self.add_gradients(step, *row)
             self.post(step, Moment.AFTER)
-        for moment in Moment:
-            yield from self.wait(moment)
+        for due, moment in sorted(self.open):
+            yield from self.wait(due, moment)
 
-    def wait(self, moment):
-        for post in self.open.pop(moment, []):
+    def wait(self, step, moment):
+        """For what is due: a message of a step that was never waited for would be under way still."""
+        for post in self.open.pop((step, moment), []):
             while not post.done:
                 yield
             if post.action == Action.SEND:
@@ -109,7 +110,7 @@ class Rank:
         for row in self.legs.messages.tolist():
             if row[:2] != [step, moment]:
                 continue
-            _, _, action, payload, peer, source, row0, row1, head0, head1, slot = row
+            _, _, action, payload, peer, source, row0, row1, head0, head1, slot, due = row
             where = f"rank {self.rank}, step {step}, {Payload(payload).name} {source} in slot {slot}"
             check(peer != self.rank and 0 <= peer < self.size, f"{where}: peer {peer}")
             check((row0, row1, head0, head1) == (0, self.tokens[source], 0, -1), f"{where}: not the whole block")
@@ -126,7 +127,8 @@ class Rank:
                 check(not place.receiving and place.owner == source, f"{where}: sends {place.owner}")
                 place.sending += 1
             post = Post(Action(action), (step, payload, source, row0, row1), place)
-            self.open.setdefault(moment, []).append(post)
+            check(due > step, f"{where}: due at {due}")
+            self.open.setdefault((due, moment), []).append(post)
             ends = (self.rank, peer) if action == Action.SEND else (peer, self.rank)
             self.wires.post(*ends, post)
 

@@ -38,7 +38,7 @@ def walks(draw):
         len(readers), len(owners)
     )
     tokens = np.arange(10, 10 + len(owners))
-    return size, met, InOrder().bind(Needs(np.stack(np.nonzero(met), axis=1), tokens, readers, owners))
+    return size, met, InOrder().bind(Needs(np.stack(np.nonzero(met), axis=1), tokens, size, readers, owners))
 
 
 def computes(legs):

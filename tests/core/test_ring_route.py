@@ -38,7 +38,7 @@ def needs(draw):
 def bound(size, pairs):
     tokens = np.arange(10, 10 + size)  # every block of another length
     table = np.array(sorted(pairs), np.int64).reshape(-1, 2)
-    return Ring().bind(Needs(table, tokens)), tokens
+    return Ring().bind(Needs(table, tokens, size)), tokens
 
 
 def computes(all_legs, pairs):

@@ -34,6 +34,15 @@ def run_cases(rank: int, cases: list[Case], kernel: str | None = None) -> list[d
     return found
 
 
+def run_routes(rank: int, asked: list[tuple[Case, Any]]) -> list[dict[str, np.ndarray]]:
+    """Each case by its route."""
+    found = []
+    for case, route in asked:
+        context = ContextParallel(dist.group.WORLD, layout=case.layout, route=route, timeout_s=PATIENCE_S)
+        found.append(run_ring(case, inputs(case), context))
+    return found
+
+
 def call_with_dtensors(rank: int) -> tuple[str, str, str]:
     """Keys as a DTensor; what the call says of it."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import tiles as tl
-from ringspun.core.route.base import OWN, Action, MessageColumn, StepColumn
+from ringspun.core.route.base import Action, MessageColumn, StepColumn
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format, Payload
 
@@ -105,14 +105,11 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     tensors = wire.itemsize * 2 * (q * widths + kv * widths)
     accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
     slots = {Payload.KV: 0, Payload.DKV: 0}
-    largest = int(schedule.travelling_tokens.max())
-    for payload in slots:
-        used = schedule.backward.messages[schedule.backward.messages[:, MessageColumn.PAYLOAD] == payload]
-        names = np.unique(np.where(used[:, MessageColumn.SLOT] == OWN, 0, used[:, MessageColumn.SLOT]))
-        slots[payload] = len(names) * wire.message_bytes(payload, largest)
+    for (payload, _), rows in schedule.backward.slot_rows(schedule.travelling_tokens).items():
+        slots[payload] += wire.message_bytes(payload, rows)
     return Memory(tensors, 2 * wire.accumulator_itemsize * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
 
 
 def sources(one: Pass) -> list[int]:
-    """Owner of the block at each step."""
+    """The block of each step; of a ring, the rank that owns it."""
     return [int(s) for s in one.steps[:, StepColumn.SOURCE]]

@@ -90,6 +90,35 @@ def travelling(cut: Cut) -> Travelling:
     return unite(found)
 
 
+def by_reader(cut: Cut) -> NDArray[np.int64]:
+    """The key rows that each rank needs of each other: rows ``[n, 3]`` as `Travelling`, for an owner the number
+    ``owner * R + reader``."""
+    size, runs, key_rank = cut.queries.ring_size, cut.keys.runs, cut.keys.runs[:, RANK]
+    if not cut.without_steps:
+        found = [np.zeros((0, 3), np.int64)]
+        for local, q_run, k_run in cut.pieces():
+            owner, reader = key_rank[k_run], cut.queries.runs[q_run, RANK]
+            table = np.stack([owner * size + reader, local[:, rg.K0], local[:, rg.K1]], axis=1)
+            found.append(unite([table[owner != reader]]))
+        return unite(found)
+    rank = cut.q_rank * _FAR
+    need0, need1 = _union(rank + cut.clipped[:, rg.K0], rank + cut.clipped[:, rg.K1])
+    reader, x0 = need0 // _FAR, need0 % _FAR
+    x1 = x0 + (need1 - need0)
+    starts, stops = runs[cut.by_start, START], runs[cut.by_start, STOP]
+    piece, place = expand(np.searchsorted(stops, x0, side="right"), np.searchsorted(starts, x1, side="left"))
+    run = cut.by_start[place]
+    shift = cut.keys.run_offsets[run] - runs[run, START]
+    row0, row1 = np.maximum(x0[piece], runs[run, START]) + shift, np.minimum(x1[piece], runs[run, STOP]) + shift
+    away = key_rank[run] != reader[piece]
+    return unite([np.stack([key_rank[run] * size + reader[piece], row0, row1], axis=1)[away]])
+
+
+def place_among(travelling: Travelling, block: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each row of a block's owner among the rows of that block that travel; it is one of them."""
+    return row + _shift(travelling, block, row)
+
+
 def whole(tokens: NDArray[np.int64]) -> Travelling:
     """Every row of every rank."""
     ranks = np.flatnonzero(tokens)
@@ -107,12 +136,17 @@ def number_anew(tiles: tl.Tiles, source: NDArray[np.int64], away: NDArray[np.boo
 
     The keys of a tile are all needed, so they lie next to each other in the block that travels too.
     """
+    tiles[away] = shift_keys(tiles[away], _shift(travelling, source[away], tiles[away, tl.K0]))
+
+
+def _shift(travelling: Travelling, block: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
     rows = travelling[:, ROW1] - travelling[:, ROW0]
     begin = np.cumsum(rows) - rows
     owner_begin = begin[np.searchsorted(travelling[:, OWNER], travelling[:, OWNER])]
     start = travelling[:, OWNER] * _FAR + travelling[:, ROW0]
-    place = np.searchsorted(start, source[away] * _FAR + tiles[away, tl.K0], side="right") - 1
-    tiles[away] = shift_keys(tiles[away], (begin - owner_begin - travelling[:, ROW0])[place])
+    place = np.searchsorted(start, block * _FAR + row, side="right") - 1
+    found: NDArray[np.int64] = (begin - owner_begin - travelling[:, ROW0])[place]
+    return found
 
 
 def shift_keys(tiles: tl.Tiles, shift: NDArray[np.int64]) -> tl.Tiles:

@@ -1,12 +1,14 @@
 """Readings: which keys travel together as a block, who reads which, and the tiles of each reading.
 
-Two ways: a rank's whole shard is a block and tiles are as large as can be (`of_shards`); or, for routes that fix the
-order of every sum, a block is a unit of the grid and no tile crosses the grid's lines (`of_units`).
+A rank's whole shard is a block and tiles are as large as can be (`of_shards`); or what one rank needs of another
+(`of_readers`), or half of it (`of_halves`); or, for routes that fix the order of every sum, a block is a unit of the
+grid
+and no tile crosses its lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,7 @@ from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut, Indices
 from ringspun.core.layout.base import RANK, START
 from ringspun.core.partition import Partition, Sides
-from ringspun.core.route.base import Needs
+from ringspun.core.route.base import Cutting, Needs, Route
 
 STAGES_PER_RANK = 4
 """At least, where there are units enough. More gain little time and make more steps."""
@@ -44,20 +46,104 @@ class Readings:
 def of_shards(sides: Sides, cuts: Cuts) -> Readings:
     """A block per rank; tiles joined as far as they can be. Tiles count all rows of the rank's own block, and of others
     those that travel."""
+    size = sides.keys.ring_size
     travelling = needs.unite([needs.travelling(cut) for cut, _ in cuts])
     met = np.concatenate([needs.meetings(cut) for cut, _ in cuts])
 
     def of_rank(ring_rank: int) -> Read:
         found = []
-        for cut, batch_rows in cuts:
-            tiles, source = tl.build(cut, ring_rank)
+        for tiles, source, batch_rows in _built(cuts, ring_rank):
             needs.number_anew(tiles, source, source != ring_rank, travelling)
             found += [(_of_batch_rows(tiles, some), source) for some in batch_rows]
-        tables, sources = zip(*found, strict=True)
-        source = np.concatenate(sources)
-        return np.concatenate(tables), np.full_like(source, ring_rank), source
+        return _joined(found, ring_rank)
 
-    return Readings(travelling, Needs(met, needs.count(travelling, sides.keys.ring_size)), of_rank)
+    return Readings(travelling, Needs(met, needs.count(travelling, size), size), of_rank)
+
+
+def _built(cuts: Cuts, ring_rank: int) -> Iterator[tuple[tl.Tiles, Indices, BatchRows]]:
+    """A rank's tiles under each mask, and whose keys they are of, in rows of that rank."""
+    for cut, batch_rows in cuts:
+        yield *tl.build(cut, ring_rank), batch_rows
+
+
+def _joined(found: Sequence[tuple[tl.Tiles, Indices]], ring_rank: int) -> Read:
+    tables, blocks = zip(*found, strict=True)
+    block = np.concatenate(blocks)
+    return np.concatenate(tables), np.full_like(block, ring_rank), block
+
+
+def of_readers(sides: Sides, cuts: Cuts) -> Readings:
+    """The shards, and for every two ranks a block of the rows that one needs of the other."""
+    size = sides.keys.ring_size
+    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
+    number, place = np.unique(needed[:, needs.OWNER], return_inverse=True)
+    needed[:, needs.OWNER] = size + place
+    travelling = np.concatenate([needs.whole(sides.keys.tokens), needed])
+    owners, readers = np.append(np.arange(size), number // size), number % size
+    pairs = np.stack([readers, size + np.arange(len(number))], axis=1)
+
+    def of_rank(ring_rank: int) -> Read:
+        found = []
+        for tiles, source, batch_rows in _built(cuts, ring_rank):
+            away = source != ring_rank
+            block = source.copy()
+            block[away] = size + np.searchsorted(number, source[away] * size + ring_rank)
+            needs.number_anew(tiles, block, away, travelling)
+            found += [(_of_batch_rows(tiles, some), block) for some in batch_rows]
+        return _joined(found, ring_rank)
+
+    return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
+
+
+def of_halves(sides: Sides, cuts: Cuts) -> Readings:
+    """The shards, and the two halves of what travels of each."""
+    size = sides.keys.ring_size
+    shards = needs.unite([needs.travelling(cut) for cut, _ in cuts])
+    half = -(-needs.count(shards, size) // 2)
+    travelling = np.concatenate([needs.whole(sides.keys.tokens), _halved(shards, half, size)])
+    owners = np.append(np.arange(size), np.repeat(np.arange(size), 2))
+    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
+    owner, reader = np.divmod(needed[:, needs.OWNER], size)
+    first = needs.place_among(shards, owner, needed[:, needs.ROW0])
+    last = needs.place_among(shards, owner, needed[:, needs.ROW1] - 1)
+    low, high = first < half[owner], last >= half[owner]
+    pairs = np.concatenate(
+        [np.stack([reader, size + 2 * owner + which], axis=1)[some] for which, some in enumerate((low, high))]
+    )
+
+    def of_rank(ring_rank: int) -> Read:
+        found = []
+        for tiles, source, batch_rows in _built(cuts, ring_rank):
+            away = source != ring_rank
+            needs.number_anew(tiles, source, away, shards)
+            parts = [(tiles[~away], source[~away]), *_cut_in_two(tiles[away], source[away], half, size)]
+            cut, block = (np.concatenate(some) for some in zip(*parts, strict=True))
+            found += [(_of_batch_rows(cut, some), block) for some in batch_rows]
+        return _joined(found, ring_rank)
+
+    return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
+
+
+def _halved(shards: needs.Travelling, half: Indices, size: int) -> needs.Travelling:
+    """The rows of each shard that travel, as blocks of the first `half` and of the rest."""
+    owner, row0, row1 = shards.T
+    edge = np.clip(row0 + half[owner] - needs.place_among(shards, owner, row0), row0, row1)
+    low = np.stack([size + 2 * owner, row0, edge], axis=1)
+    high = np.stack([size + 2 * owner + 1, edge, row1], axis=1)
+    return needs.unite([low, high])
+
+
+def _cut_in_two(tiles: tl.Tiles, source: Indices, half: Indices, size: int) -> list[tuple[tl.Tiles, Indices]]:
+    """Tiles that count the rows of a shard that travel, as tiles of its halves."""
+    edge = half[source]
+    low, high = tiles.copy(), needs.shift_keys(tiles, -edge)
+    low[:, tl.K1] = np.minimum(low[:, tl.K1], edge)
+    high[:, tl.K0] = np.maximum(high[:, tl.K0], 0)
+    found = []
+    for which, part in enumerate((low, high)):
+        real = (part[:, tl.K0] < part[:, tl.K1]) & (tl.count_pairs(part) > 0)
+        found.append((part[real], size + 2 * source[real] + which))
+    return found
 
 
 def of_units(sides: Sides, cuts: Cuts, unit: int) -> Readings:
@@ -92,7 +178,8 @@ def of_units(sides: Sides, cuts: Cuts, unit: int) -> Readings:
         for _, q_run, k_run in cut.pieces()
     ]
     pairs = np.concatenate([np.zeros((0, 2), np.int64), *met])
-    return Readings(travelling, Needs(pairs, travelling[:, 2] - travelling[:, 1], readers, owners), of_rank)
+    tokens = travelling[:, 2] - travelling[:, 1]
+    return Readings(travelling, Needs(pairs, tokens, keys.ring_size, readers, owners), of_rank)
 
 
 _NOBODY = np.zeros(0, np.int64)
@@ -116,3 +203,12 @@ def _of_batch_rows(tiles: tl.Tiles, rows: tuple[int, int]) -> tl.Tiles:
     mine = tiles.copy()
     mine[:, tl.B0], mine[:, tl.B1] = rows
     return mine
+
+
+def of_route(route: Route, sides: Sides, cuts: Cuts) -> Readings:
+    """Those that a route wants."""
+    if route.cutting == Cutting.UNITS:
+        return of_units(sides, cuts, route.grid)
+    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers, Cutting.HALVES: of_halves}[route.cutting](
+        sides, cuts
+    )

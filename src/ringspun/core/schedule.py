@@ -23,9 +23,10 @@ from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
-from ringspun.core.readings import of_shards, of_units
-from ringspun.core.route.base import Legs, MessageColumn, Moment, Route, StepColumn
+from ringspun.core.readings import of_route
+from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, pack_slot
 from ringspun.core.text import shown
+from ringspun.core.wire import Payload
 from ringspun.errors import LayoutError, PlanError
 
 FORMAT_VERSION = 3
@@ -60,7 +61,7 @@ class Pass:
         return self.tiles[self.tile_offsets[step] : self.tile_offsets[step + 1]]
 
     def messages_of(self, step: int, moment: Moment) -> NDArray[np.int64]:
-        """Messages that `step` posts at `moment`, ``[n, 11]``."""
+        """Messages that `step` posts at `moment`, ``[n, 12]``."""
         m = self.messages
         chosen: NDArray[np.int64] = m[(m[:, MessageColumn.STEP] == step) & (m[:, MessageColumn.MOMENT] == moment)]
         return chosen
@@ -70,6 +71,24 @@ class Pass:
         """Allowed pairs per step and head: of one batch row; of all rows together where each has its own mask."""
         counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles) * tl.rows(self.tiles)))
         return np.diff(counts[self.tile_offsets])
+
+    def slot_rows(self, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
+        """Buffers that it uses, and the most rows each has to hold.
+
+        Args:
+            rows_of_blocks: `Schedule.travelling_tokens`.
+        """
+        m, gathers = self.messages, self.steps[self.steps[:, StepColumn.GRAD_SLOT] != OWN]
+        used = m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.ROW1]].tolist()
+        used += [
+            (Payload.DKV, slot, rows_of_blocks[block])
+            for block, slot in gathers[:, [StepColumn.SOURCE, StepColumn.GRAD_SLOT]].tolist()
+        ]
+        rows: dict[tuple[Payload, int], int] = {}
+        for payload, slot, count in used:
+            key = Payload(payload), pack_slot(slot)
+            rows[key] = max(rows.get(key, 0), int(count))
+        return rows
 
     def _arrays(self) -> tuple[NDArray[np.int64], ...]:
         return self.steps, self.messages, self.tiles, self.tile_offsets
@@ -298,7 +317,7 @@ def compile_schedules(
     mask = mask_of(mask)
     _check_rows(sides, mask)
     cuts = [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
-    cut = of_units(sides, cuts, route.grid) if route.grid else of_shards(sides, cuts)
+    cut = of_route(route, sides, cuts)
     cut.travelling.setflags(write=False)
     bound, inputs = route.bind(cut.needs), input_digest(sides, mask, route)
 
@@ -306,7 +325,7 @@ def compile_schedules(
         read = cut.of_rank(ring_rank)
         forward, backward = (_attach(legs(ring_rank), *read) for legs in (bound.forward, bound.backward))
         size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
-        owners = cut.needs.owners if route.grid else None
+        owners = cut.needs.owners
         return Schedule(
             ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, route.grid, owners
         )

@@ -1,4 +1,5 @@
-"""Masks and layouts from their strings, for the command line and for people: ``causal & window(4096)``, ``zigzag``.
+"""Masks, layouts and routes from their strings, for the command line and for people: ``causal & window(4096)``,
+``zigzag``, ``double_ring(4)``.
 
 The strings are Python expressions of names, calls, ``&`` and ``|``; Python's own parser reads them and nothing is ever
 evaluated but literals and the names listed here.
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 
 from ringspun.core import layout as layouts
 from ringspun.core import mask as masks
-from ringspun.errors import LayoutError, MaskError, RingspunError
+from ringspun.core import route as routes
+from ringspun.errors import LayoutError, MaskError, PlanError, RingspunError
 
 V = TypeVar("V")
 _SHOWN = 80
@@ -40,6 +42,12 @@ LAYOUTS: Mapping[str, type[layouts.Layout]] = {
     c.__name__.lower(): c
     for c in (layouts.Contiguous, layouts.Zigzag, layouts.Striped, layouts.DocumentZigzag, layouts.Balanced)
 }
+ROUTES: Mapping[str, type[routes.Route]] = {
+    "ring": routes.Ring,
+    "direct": routes.Direct,
+    "bidirectional": routes.Bidirectional,
+    "double_ring": routes.DoubleRing,
+}
 
 
 def parse_mask(text: str) -> masks.Mask:
@@ -59,6 +67,16 @@ def parse_layout(text: str) -> layouts.Layout:
         LayoutError: naming the column at which the text cannot be read.
     """
     return _parse("layout", text, LAYOUTS, LayoutError)
+
+
+def parse_route(text: str) -> routes.Route:
+    """The route that `text` writes: ``ring``, ``direct``, ``bidirectional``, ``double_ring(4)``;
+    ``parse_route(str(x)) == x``.
+
+    Raises:
+        PlanError: naming the column at which the text cannot be read.
+    """
+    return _parse("route", text, ROUTES, PlanError)
 
 
 def _parse(kind: str, text: str, names: Mapping[str, type[V]], error: type[RingspunError]) -> V:

@@ -23,7 +23,7 @@ from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import InOrder, Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
-from ringspun.core.text import shown
+from ringspun.core.text import parse_route, shown
 from ringspun.errors import PlanError
 from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
@@ -46,7 +46,8 @@ class ContextParallel:
     Args:
         group: a gloo process group (any world ranks; its order is the ring's order), a one-dimensional `DeviceMesh`, a
             `Loopback`, or None: the default group, or this process alone where torch.distributed is not initialised.
-        layout: the rule that deals tokens to ranks. route: how blocks travel: "auto" or a `Route`.
+        layout: the rule that deals tokens to ranks. route: how blocks travel: a `Route` or its string (``"ring"``,
+            ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto" is the ring.
         checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
             and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
@@ -76,8 +77,8 @@ class ContextParallel:
         deterministic: Literal["across_rings", False] | None = None,
     ) -> None:
         self.checks = Checks.parse(checks)
-        if not (route == "auto" or isinstance(route, Route)):
-            raise PlanError(f"route must be 'auto' or a Route; got {route!r}.")
+        if not isinstance(route, Route | str):
+            raise PlanError(f"route must be 'auto', a Route or its string; got {route!r}.")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e7:
             raise PlanError(f"timeout_s must be a number of seconds from 0.001 to 10 million; got {timeout_s!r}.")
         if not isinstance(sync_steps, bool):
@@ -225,7 +226,7 @@ def _route(route: Route | str, deterministic: object) -> Route:
             "give the same bits in any case."
         )
     if not deterministic:
-        return route if isinstance(route, Route) else Ring()
+        return Ring() if route == "auto" else parse_route(route) if isinstance(route, str) else route
     if route != "auto":
         raise PlanError(
             f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."

@@ -105,7 +105,7 @@ def explain(
     """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks."""
     found, schedule = verdicts(call, wanted), everybody[ring_rank]
     passes = [s.forward for s in everybody], [s.backward for s in everybody]
-    steps = [_steps(all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
+    steps = [_steps(schedule, all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
     counts = [
         accounting.account(p[ring_rank], wire, backward=back) for p, back in zip(passes, (False, True), strict=True)
     ]
@@ -136,16 +136,18 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
     )
 
 
-def _steps(one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format) -> tuple[Step, ...]:
+def _steps(schedule: Schedule, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format) -> tuple[Step, ...]:
     balance = accounting.imbalance(everybody, speeds)
+    blocks = one.steps[:, StepColumn.SOURCE].tolist()
+    sources = blocks if schedule.grid else [schedule.owner(block) for block in blocks]
     moved = {action: np.zeros(len(one), np.int64) for action in Action}
     for m in one.messages:
         rows = int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0])
         n_bytes = wire.message_bytes(Payload(m[MessageColumn.PAYLOAD]), rows)
         moved[Action(m[MessageColumn.ACTION])][m[MessageColumn.STEP]] += n_bytes
     return tuple(
-        Step(int(source), len(one.tiles_of(i)), int(pairs), float(balance[i]), *(int(moved[a][i]) for a in Action))
-        for i, (source, pairs) in enumerate(zip(one.steps[:, StepColumn.SOURCE], one.pairs, strict=True))
+        Step(source, len(one.tiles_of(i)), int(pairs), float(balance[i]), *(int(moved[a][i]) for a in Action))
+        for i, (source, pairs) in enumerate(zip(sources, one.pairs, strict=True))
     )
 
 

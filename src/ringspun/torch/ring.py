@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     mail = _Mail(job, one, (k, v))
     running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
     for step, row in enumerate(one.steps):
-        yield from mail.wait(Moment.BEFORE)
+        yield from mail.wait(step, Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
@@ -106,14 +106,14 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
-        yield from mail.wait(Moment.BEFORE)
+        yield from mail.wait(step, Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
-                yield from mail.wait(Moment.AFTER)
+                yield from mail.wait(step, Moment.AFTER)
                 away = mail.gradients(row)
                 arrived = True
             dq.add(g.q_rows, g.dq)
@@ -126,13 +126,21 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
             if g.dbias is not None:
                 dbias[g.q_rows.tokens.start // grid if grid else 0] += g.dbias
         if not arrived:
-            yield from mail.wait(Moment.AFTER)
+            yield from mail.wait(step, Moment.AFTER)
             mail.gradients(row)
         mail.bring_home(row, own)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
     return dq.sum.to(q.dtype), own[0].sum.to(k.dtype), own[1].sum.to(v.dtype), dbias
+
+
+class _Posted(NamedTuple):
+    """Messages under way: those that come, with the header that each must have and who sends it."""
+
+    ticket: Any
+    step: int
+    expected: list[tuple[Tensor, Header, int]]
 
 
 class _Mail:
@@ -144,46 +152,52 @@ class _Mail:
         self._device = own[0].device
         self._slots = {
             key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in _slot_rows(one, job.schedule.travelling_tokens).items()
+            for key, rows in one.slot_rows(job.schedule.travelling_tokens).items()
         }
-        self._open: dict[Moment, tuple[Any, int, list[tuple[Tensor, Header, int]]]] = {}
+        self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         self.note = partial(job.log.note, job.call, job.phase)
         self.note(What.CALL)
 
     def post(self, step: int, moment: Moment) -> Flow:
-        """Start the messages of one step and moment."""
-        transfers, expected = [], []
-        for row in self._pass.messages_of(step, moment):
-            payload, source = Payload(row[MessageColumn.PAYLOAD]), int(row[MessageColumn.SOURCE])
-            buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
-            header = Header(self._job.plan_id, self._job.call, self._job.phase, payload, step, source, buffer.numel())
-            action, peer = Action(row[MessageColumn.ACTION]), int(row[MessageColumn.PEER])
-            if action == Action.SEND:
-                packed = row[MessageColumn.SLOT] <= OWN
-                if packed:
-                    self._pack(int(row[MessageColumn.SLOT]), source)
-                self._seal(buffer, header, relayed=payload == Payload.KV and not packed)
-            else:
-                # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
-                buffer[-END_BYTES:].zero_()
-                expected.append((buffer, header, peer))
-            what = f"{payload.name} of {self._named(source)} at step {step} of call {self._job.call}"
-            transfers.append(Transfer(action, peer, buffer, what, header))
-            posted = What.SEND if action == Action.SEND else What.RECEIVE
-            self.note(posted, step, moment, payload, self._job.schedule.owner(source), peer, header.length)
-        if transfers:
-            self._open[moment] = ((yield transfers), step, expected)
+        """Start the messages of one step and moment, those together that are waited for together."""
+        rows = self._pass.messages_of(step, moment)
+        for due in np.unique(rows[:, MessageColumn.DUE]).tolist():
+            transfers, expected = [], []
+            for row in rows[rows[:, MessageColumn.DUE] == due]:
+                transfer, header = self._message(row)
+                transfers.append(transfer)
+                if transfer.action == Action.RECEIVE:
+                    expected.append((transfer.buffer, header, transfer.peer))
+            self._open.setdefault((due, moment), []).append(_Posted((yield transfers), step, expected))
 
-    def wait(self, moment: Moment) -> Flow:
-        """Wait for what was last posted at `moment`, and check what came."""
-        if moment not in self._open:
-            return
-        ticket, step, expected = self._open.pop(moment)
-        self.note(What.WAIT, step, moment)
-        yield ticket
-        self.note(What.LANDED, step, moment)
-        for message in expected:
-            self._check(*message)
+    def _message(self, row: NDArray[np.int64]) -> tuple[Transfer, Header]:
+        """One message, its buffer ready."""
+        job, step, source = self._job, int(row[MessageColumn.STEP]), int(row[MessageColumn.SOURCE])
+        payload, action = Payload(row[MessageColumn.PAYLOAD]), Action(row[MessageColumn.ACTION])
+        peer, moment = int(row[MessageColumn.PEER]), Moment(row[MessageColumn.MOMENT])
+        buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
+        header = Header(job.plan_id, job.call, job.phase, payload, step, source, buffer.numel())
+        if action == Action.SEND:
+            packed = row[MessageColumn.SLOT] <= OWN
+            if packed:
+                self._pack(int(row[MessageColumn.SLOT]), source)
+            self._seal(buffer, header, relayed=payload == Payload.KV and not packed)
+        else:
+            # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
+            buffer[-END_BYTES:].zero_()
+        posted = What.SEND if action == Action.SEND else What.RECEIVE
+        self.note(posted, step, moment, payload, job.schedule.owner(source), peer, header.length)
+        what = f"{payload.name} of {self._named(source)} at step {step} of call {job.call}"
+        return Transfer(action, peer, buffer, what, header), header
+
+    def wait(self, step: int, moment: Moment) -> Flow:
+        """Wait for what is due, and check what came."""
+        for posted in self._open.pop((step, moment), []):
+            self.note(What.WAIT, posted.step, moment)
+            yield posted.ticket
+            self.note(What.LANDED, posted.step, moment)
+            for message in posted.expected:
+                self._check(*message)
 
     def finish(self, step: int) -> Flow:
         """With `sync_steps`, wait until all ranks have all that they posted up to this step."""
@@ -199,8 +213,8 @@ class _Mail:
         self.note(What.END)
 
     def _wait_for_all(self) -> Flow:
-        for moment in Moment:
-            yield from self.wait(moment)
+        for due, moment in sorted(self._open):
+            yield from self.wait(due, moment)
 
     def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
@@ -235,7 +249,7 @@ class _Mail:
     def _named(self, block: int) -> str:
         """A block in words: it is a rank's shard, or a part of it."""
         schedule = self._job.schedule
-        part = f"unit {block} of " if schedule.grid else ""
+        part = f"unit {block} of " if schedule.grid else "part of " if block >= schedule.ring_size else ""
         return f"{part}ring rank {schedule.owner(block)}"
 
     def _indices(self, rows: Any) -> Any:
@@ -291,18 +305,6 @@ class _Mail:
 
 def _words(data: Tensor) -> NDArray[np.int64]:
     return data.cpu().view(torch.int64).numpy()
-
-
-def _slot_rows(one: Pass, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
-    """Buffers that a pass uses and the most rows each has to hold."""
-    rows: dict[tuple[Payload, int], int] = {}
-    used = [(m[MessageColumn.PAYLOAD], m[MessageColumn.SLOT], m[MessageColumn.ROW1]) for m in one.messages]
-    gathers = one.steps[one.steps[:, StepColumn.GRAD_SLOT] != OWN]
-    used += [(Payload.DKV, s[StepColumn.GRAD_SLOT], rows_of_blocks[s[StepColumn.SOURCE]]) for s in gathers]
-    for payload, slot, count in used:
-        key = Payload(payload), pack_slot(int(slot))
-        rows[key] = max(rows.get(key, 0), int(count))
-    return rows
 
 
 def _copy(x: Tensor) -> Tensor:

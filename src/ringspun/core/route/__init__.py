@@ -1,7 +1,10 @@
 """Routes: which messages move whose rows over which link, per step; one file each."""
 
 from ringspun.core.route.base import Action, Route
+from ringspun.core.route.bidirectional import Bidirectional
+from ringspun.core.route.direct import Direct
+from ringspun.core.route.double_ring import DoubleRing
 from ringspun.core.route.in_order import InOrder
 from ringspun.core.route.ring import Ring
 
-__all__ = ["Action", "InOrder", "Ring", "Route"]
+__all__ = ["Action", "Bidirectional", "Direct", "DoubleRing", "InOrder", "Ring", "Route"]

@@ -3,9 +3,9 @@
 A **pass** (forward or backward) is a number of steps. Each step is one row of `StepColumn`: whose block is computed, in
 which slots it lies. Each **message** is one row of `MessageColumn`. How a step runs:
 
-    wait for the messages that the previous step posted before its tiles; post this step's BEFORE messages
+    wait for the BEFORE messages that are due; post this step's
     compute this step's tiles
-    wait for the messages that the previous step posted after its tiles; add them in; post this step's AFTER messages
+    wait for the AFTER messages that are due; add them in; post this step's
 
 The backward pass waits for incoming gradients only when its first tile is done, so their journey is hidden.
 """
@@ -13,9 +13,10 @@ The backward pass waits for incoming gradients only when its first tile is done,
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,8 @@ class StepColumn(IntEnum):
 
 class MessageColumn(IntEnum):
     """Columns of a message: step that posts it; `Moment`; `Action`; `Payload`; the other rank; the block; row range;
-    head range (-1: all); buffer slot (``OWN - n``: packed from the rank's own tensors into slot n)."""
+    head range (-1: all); buffer slot (``OWN - n``: packed from the rank's own tensors into slot n); step that waits for
+    it, at the same moment."""
 
     STEP = 0
     MOMENT = 1
@@ -57,6 +59,7 @@ class MessageColumn(IntEnum):
     HEAD0 = 8
     HEAD1 = 9
     SLOT = 10
+    DUE = 11
 
 
 class Moment(IntEnum):
@@ -73,25 +76,40 @@ class Action(IntEnum):
     RECEIVE = 1
 
 
+class Cutting(Enum):
+    """What a route calls a block of keys, R the number of ranks (`ringspun.core.blocks`).
+
+    SHARDS: block r is the shard of rank r. READERS: so are the first R; each further one is what one rank needs of
+    another's. HALVES: so are the first R; R + 2r and R + 2r + 1 are halves of the rows of rank r that travel.
+    UNITS: block n is the n-th unit of the sequence (`Route.grid`).
+    """
+
+    SHARDS = auto()
+    READERS = auto()
+    HALVES = auto()
+    UNITS = auto()
+
+
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Which queries meet which block of keys. Readers are ranks and blocks their shards. On a grid (`Route.grid`) a
-    block is one unit, and readers are a few neighbouring units of a rank's queries, numbered in the sequence's order.
+    """Which queries meet which block of keys. Readers are ranks. On a grid (`Cutting.UNITS`) they are a few
+    neighbouring units of a rank's queries, numbered in the sequence's order.
 
     Args:
         pairs: ``[n, 2]`` of (reader, block), in any order, perhaps repeated. tokens: rows of each block that travel.
-        readers, owners: ring rank of each reader and of each block; default: that of its number.
+        size: ranks R. readers, owners: ring rank of each reader and of each block; default: that of its number.
     """
 
     pairs: Rows
     tokens: Rows
+    size: int
     readers: Rows | None = None
     owners: Rows | None = None
 
 
 @dataclass(frozen=True)
 class Legs:
-    """One pass of one rank as a route lays it out: ``steps [n, 7]``, ``messages [m, 11]`` sorted by step and moment."""
+    """One pass of one rank as a route lays it out: ``steps [n, 7]``, ``messages [m, 12]`` by step, moment and due."""
 
     steps: Rows
     messages: Rows
@@ -118,8 +136,13 @@ class Route(ABC):
         """The route for given needs."""
 
     @property
+    def cutting(self) -> Cutting:
+        """What it calls a block."""
+        return Cutting.SHARDS
+
+    @property
     def grid(self) -> int:
-        """Tokens at whose multiples queries and keys are cut, whoever holds them; 0: shards are not cut."""
+        """Tokens at whose multiples queries and keys are cut, whoever holds them; 0: they are not."""
         return 0
 
     def layout(self, layout: Layout) -> Layout:
@@ -128,8 +151,9 @@ class Route(ABC):
 
     def __str__(self) -> str:
         """Name and options: what stands for the route in a plan's digest, so that different routes never look alike."""
+        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
         shown = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
-        return f"{type(self).__name__.lower()}({shown})" if shown else type(self).__name__.lower()
+        return f"{name}({shown})" if shown else name
 
 
 def pack_slot(slot: int) -> int:
@@ -159,22 +183,21 @@ def messages(
     table[:, MessageColumn.ROW1] = tokens[sources]
     table[:, MessageColumn.HEAD1] = -1
     table[:, MessageColumn.SLOT] = slots
+    table[:, MessageColumn.DUE] = steps + 1
     return table
 
 
 def legs(steps: Rows, tables: list[Rows]) -> Legs:
     """A pass from its steps and its messages in any order."""
     table = np.concatenate(tables)
-    step, moment, action, payload, source = (table[:, c] for c in _ORDER)
-    key = (((step * len(Moment) + moment) * len(Action) + action) * _PAYLOADS + payload) * (1 << 20) + source
-    return Legs(steps, table[np.argsort(key, kind="stable")])
+    return Legs(steps, table[np.lexsort([table[:, column] for column in reversed(_ORDER)])])
 
 
 _ORDER = (
     MessageColumn.STEP,
     MessageColumn.MOMENT,
+    MessageColumn.DUE,
     MessageColumn.ACTION,
     MessageColumn.PAYLOAD,
     MessageColumn.SOURCE,
 )
-_PAYLOADS = 16  # more than there are kinds

@@ -33,6 +33,7 @@ from ringspun.core.route.base import (
     OWN,
     Action,
     BoundRoute,
+    Cutting,
     Legs,
     MessageColumn,
     Moment,
@@ -56,6 +57,10 @@ class InOrder(Route):
     """
 
     unit: int = UNIT
+
+    @property
+    def cutting(self) -> Cutting:
+        return Cutting.UNITS
 
     @property
     def grid(self) -> int:
@@ -226,9 +231,9 @@ class Walk(BoundRoute):
             what = [block, 0, int(self.tokens[block]), 0, -1]
             if origin.rank == ring_rank:
                 slot = OWN - origin.slot if packed else origin.slot
-                yield [step, moment, Action.SEND, payload, arrival.rank, *what, slot]
+                yield [step, moment, Action.SEND, payload, arrival.rank, *what, slot, step + 1]
             if arrival.rank == ring_rank:
-                yield [step, moment, Action.RECEIVE, payload, origin.rank, *what, arrival.slot]
+                yield [step, moment, Action.RECEIVE, payload, origin.rank, *what, arrival.slot, step + 1]
 
 
 _IDLE = np.zeros(len(StepColumn), np.int64)

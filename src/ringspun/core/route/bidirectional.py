@@ -1,0 +1,83 @@
+"""Bidirectional: half of every block goes up the ring, the other half down, so that both directions of a link carry
+half of a ring's bytes.
+
+    R = 4         step 0   step 1       step 2       step 3       step 4
+        rank 0    own      half of 3    half of 1    half of 2    half of 2
+        rank 1    own      half of 0    half of 2    half of 3    half of 3
+                           from below   from above   from below   from above
+
+A half is under way for two steps, while both halves of the hop before are computed with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringspun.core.route.base import BoundRoute, Cutting, Legs, Needs, Route, Rows
+from ringspun.core.route.diary import Diary
+from ringspun.core.route.lane import Lane
+
+UP, DOWN = 1, -1
+
+
+@dataclass(frozen=True)
+class Bidirectional(Route):
+    """Two rings, one each way, of half a block each."""
+
+    @property
+    def cutting(self) -> Cutting:
+        return Cutting.HALVES
+
+    def bind(self, needs: Needs) -> BoundRoute:
+        assert needs.owners is not None
+        ranks, (reader, block) = np.arange(needs.size), needs.pairs.T
+        lanes = []
+        for half, way in enumerate((UP, DOWN)):
+            circle = ranks[::way]
+            mine = needs.size + 2 * circle + half
+            first, last = np.full(needs.size, needs.size), np.zeros(needs.size, np.int64)
+            travels = (block >= needs.size) & ((block - needs.size) % 2 == half)
+            owner = needs.owners[block[travels]]
+            hop = way * (reader[travels] - owner) % needs.size
+            np.minimum.at(first, owner, hop)
+            np.maximum.at(last, owner, hop)
+            lanes.append(Lane(circle, mine, first[circle], last[circle], _step_up if way == UP else _step_down))
+        return BoundBidirectional(needs.tokens, lanes[0], lanes[1])
+
+
+def _step_up(hop: int) -> int:
+    return max(0, 2 * hop - 1)
+
+
+def _step_down(hop: int) -> int:
+    return 2 * hop
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBidirectional(BoundRoute):
+    """Args:
+    tokens: rows of each block. up, down: the lanes.
+    """
+
+    tokens: Rows
+    up: Lane
+    down: Lane
+
+    def forward(self, ring_rank: int) -> Legs:
+        return self._write(ring_rank, backward=False).legs(self._last + 1)
+
+    def backward(self, ring_rank: int) -> Legs:
+        return self._write(ring_rank, backward=True).legs(self._last + 2 if self._last else 1)
+
+    @property
+    def _last(self) -> int:
+        return max(lane.at(int(lane.last.max())) for lane in (self.up, self.down))
+
+    def _write(self, ring_rank: int, *, backward: bool) -> Diary:
+        diary = Diary(ring_rank, self.tokens)
+        diary.compute(0, ring_rank, None)
+        self.up.write(diary, ring_rank, backward=backward)
+        self.down.write(diary, len(self.down.circle) - 1 - ring_rank, backward=backward)
+        return diary

@@ -1,0 +1,222 @@
+"""Direct, bidirectional and double ring, played out for all ranks: right blocks, no slot overwritten, every gradient
+home once, and as many bytes as they promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag
+from ringspun.core import accounting
+from ringspun.core.partition import Partition
+from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring, bidirectional, direct, double_ring
+from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.schedule import Geometry
+from ringspun.core.wire import Payload
+from ringspun.errors import PlanError
+from tests.core import strategies
+from tests.core.ring_interpreter import play
+
+
+def steps_with_tiles(one):
+    return {step for step in range(len(one)) if len(one.tiles_of(step))}
+
+
+def schedules_of(mask, length, size, layout, route):
+    return Geometry(size, tuple(range(size)), layout, route).schedule(mask, length)
+
+
+@st.composite
+def plans(draw):
+    size = draw(st.integers(1, 8))
+    inner = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
+    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner)]))
+    length = draw(st.integers(0, 32))
+    return draw(strategies.masks(length, leaves=3)), length, size, draw(strategies.layouts()), route
+
+
+def expected(schedules, mask, length, size, layout):
+    """Who adds to the gradients of each block: whoever sees a row of it; of a shard as such, its own rank alone."""
+    one, part, dense = schedules[0], Partition(length, size, layout), mask.as_array(length)
+    positions = [part.positions(r) for r in range(size)]
+    owners = range(size) if one.owners is None else one.owners.tolist()
+    found = []
+    for block, owner in enumerate(owners):
+        keys = positions[owner][one.travelling_rows(block)]
+        if one.owners is None:
+            keys, readers = positions[owner], range(size)
+        else:
+            readers = [owner] if block < size else [r for r in range(size) if r != owner]
+        found.append(Counter({r: 1 for r in readers if dense[np.ix_(positions[r], keys)].any()}))
+    return found
+
+
+@given(plans(), st.integers(0, 99))
+def test_every_block_comes_and_every_contribution_goes_home_once(plan, seed):
+    mask, length, size, layout, route = plan
+    schedules = schedules_of(mask, length, size, layout, route)
+    tokens, owners = schedules[0].travelling_tokens, schedules[0].owners
+    forward, backward = [s.forward for s in schedules], [s.backward for s in schedules]
+    for passes, back in ((forward, False), (backward, True)):
+        assert len({len(one) for one in passes}) == 1, "ranks that keep in step have equally many"
+        assert sum(int(one.pairs.sum()) for one in passes) == int(mask.as_array(length).sum())
+        own = play(passes, list(map(steps_with_tiles, passes)), tokens, backward=back, seed=seed, owners=owners)
+    found = expected(schedules, mask, length, size, layout)
+    if isinstance(route, Direct):  # a block for one reader: nobody else computes with it
+        for block in range(size, len(found)):
+            assert len(own[block]) == 1 and own[block] <= found[block]
+        found[size:] = own[size:]
+        together = Counter((int(owner), r) for block, owner in enumerate(owners) for r in own[block])
+        dense, part = mask.as_array(length), Partition(length, size, layout)
+        rows = [part.positions(r) for r in range(size)]
+        assert together == Counter(
+            {(j, i): 1 for i in range(size) for j in range(size) if dense[np.ix_(rows[i], rows[j])].any()}
+        )
+    assert own == found
+
+
+@given(plans())
+def test_direct_sends_the_rows_that_are_needed_and_no_other(plan):
+    mask, length, size, layout, _ = plan
+    schedules = schedules_of(mask, length, size, layout, Direct())
+    dense, part = mask.as_array(length), Partition(length, size, layout)
+    rows = [part.positions(r) for r in range(size)]
+    for s in schedules:
+        sent = Counter()
+        for m in s.forward.messages[s.forward.messages[:, MessageColumn.ACTION] == Action.SEND]:
+            sent[int(m[MessageColumn.PEER])] += int(m[MessageColumn.ROW1])
+        mine = rows[s.ring_rank]
+        needed = {i: int(dense[np.ix_(rows[i], mine)].any(0).sum()) for i in range(size) if i != s.ring_rank}
+        assert sent == Counter({i: n for i, n in needed.items() if n})
+
+
+@given(plans())
+def test_halves_are_halves_of_what_travels(plan):
+    mask, length, size, layout, _ = plan
+    one = schedules_of(mask, length, size, layout, Bidirectional())[0]
+    ring = schedules_of(mask, length, size, layout, Ring())[0]
+    for r in range(size):
+        low, high = one.travelling_tokens[size + 2 * r : size + 2 * r + 2]
+        assert low + high == ring.travelling_tokens[r] and 0 <= low - high <= 1
+
+
+def rows_sent(schedules, to=None, payload=Payload.KV, backward=False):
+    total = 0
+    for s in schedules:
+        for m in (s.backward if backward else s.forward).messages.tolist():
+            there = to is None or to(s.ring_rank, m[MessageColumn.PEER])
+            if m[MessageColumn.ACTION] == Action.SEND and m[MessageColumn.PAYLOAD] == payload and there:
+                total += m[MessageColumn.ROW1]
+    return total
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_bidirectional_sends_half_of_a_rings_rows_each_way(size):
+    length = size * 16
+    both = schedules_of(Full(), length, size, Zigzag(), Bidirectional())
+    ring = rows_sent(schedules_of(Full(), length, size, Zigzag(), Ring()))
+    for way in (1, -1):
+        assert rows_sent(both, lambda r, peer, way=way: peer == (r + way) % size) == ring / 2
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_direct_under_causal_and_zigzag_sends_three_quarters_of_a_rings_rows(size):
+    """Of a ring that relays whole shards, which is what others do; ours leaves out the last chunk of all."""
+    length = size * 16
+    ring, ours = (rows_sent(schedules_of(Causal(), length, size, Zigzag(), route)) for route in (Ring(), Direct()))
+    whole = (size - 1) * length
+    assert (ours, ring) == (0.75 * whole, whole - (size - 1) * length // (2 * size))
+
+
+def test_direct_under_a_window_of_half_a_shard_sends_an_eighth_of_a_rings_rows():
+    """Eight ranks; up to a row a chunk."""
+    local = 64
+    window = Window(local // 2 + 1)
+    ring = rows_sent(schedules_of(Full(), 8 * local, 8, Contiguous(), Ring()))
+    ours = rows_sent(schedules_of(window, 8 * local, 8, Contiguous(), Direct()))
+    assert ours == 7 * local // 2 and ring == 8 * 7 * local
+    assert rows_sent(schedules_of(window, 8 * local, 8, Contiguous(), Ring())) == 7 * local // 2
+
+
+def test_a_double_ring_crosses_between_two_halves_once_a_block():
+    """Eight ranks as two halves of four: 4 blocks cross each way in a lap, where a ring's link carries 7 and direct
+    routes 16."""
+
+    def crosses(r, peer):
+        return r < 4 <= peer
+
+    crossing = {
+        route: rows_sent(schedules_of(Full(), 8 * 16, 8, Contiguous(), route), crosses) // 16
+        for route in (Ring(), Direct(), DoubleRing(4))
+    }
+    assert crossing == {Ring(): 7, Direct(): 16, DoubleRing(4): 4}
+    back = schedules_of(Full(), 8 * 16, 8, Contiguous(), DoubleRing(4))
+    assert rows_sent(back, crosses, Payload.DKV, backward=True) // 16 == 4
+
+
+@pytest.mark.parametrize("route", [Direct(), Bidirectional(), DoubleRing(3)], ids=str)
+def test_documents_within_shards_need_no_message(route):
+    for s in schedules_of(Documents([8] * 6), 48, 6, Contiguous(), route):
+        assert len(s.forward) == len(s.backward) == 1
+        assert len(s.forward.messages) == len(s.backward.messages) == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "kv", "dkv"), [(Direct(), 3, 2), (Bidirectional(), 4, 4), (DoubleRing(4), 4, 3)], ids=str
+)
+def test_slots_do_not_grow_with_the_ring(route, kv, dkv):
+    """Buffers of a pass; halves count as such."""
+    for size in (8, 16):
+        for s in schedules_of(Full(), size * 8, size, Contiguous(), route):
+            m = s.backward.messages
+            used = {
+                payload: {
+                    abs(x + (x < 0)) for x in m[m[:, MessageColumn.PAYLOAD] == payload, MessageColumn.SLOT].tolist()
+                }
+                for payload in Payload
+            }
+            assert len(used[Payload.KV]) <= kv and len(used[Payload.DKV]) <= dkv, used
+
+
+@pytest.mark.parametrize("inner", [0, -2, True, 2.0, "4"])
+def test_inner_must_be_a_number_of_ranks(inner):
+    with pytest.raises(PlanError, match="inner must be a number of ranks"):
+        DoubleRing(inner)
+
+
+def test_inner_must_divide_the_ring():
+    with pytest.raises(PlanError, match="inner must divide the ring's 6 ranks; got 4"):
+        schedules_of(Full(), 12, 6, Contiguous(), DoubleRing(4))
+
+
+def test_names():
+    assert list(map(str, (Direct(), Bidirectional(), DoubleRing(4)))) == [
+        "direct",
+        "bidirectional",
+        "double_ring(inner=4)",
+    ]
+
+
+def test_the_walks_drawn_in_the_docstrings():
+    def walks(route, size):
+        return [accounting.sources(s.forward) for s in schedules_of(Full(), size * 2, size, Contiguous(), route)]
+
+    def owner(blocks, size):
+        return [b if b < size else (b - size) // 2 for b in blocks]
+
+    assert walks(DoubleRing(3), 6)[:4] == [
+        [0, 2, 1, 3, 5, 4],
+        [1, 0, 2, 4, 3, 5],
+        [2, 1, 0, 5, 4, 3],
+        [3, 5, 4, 0, 2, 1],
+    ]
+    assert "rank 3      3    5    4          0    2    1" in double_ring.__doc__
+    assert [owner(w, 4) for w in walks(Bidirectional(), 4)[:2]] == [[0, 3, 1, 2, 2, 1, 3], [1, 0, 2, 3, 3, 2, 0]]
+    assert "rank 0    own      half of 3    half of 1    half of 2    half of 2" in bidirectional.__doc__
+    one = schedules_of(Full(), 8, 4, Contiguous(), Direct())[0]
+    assert [one.owner(b) for b in one.forward.steps[:, StepColumn.SOURCE].tolist()] == [0, 3, 2, 1]
+    assert "rank 0    own         rows of 3   rows of 2   rows of 1" in direct.__doc__
