@@ -209,7 +209,7 @@ def test_a_sink_is_one_more_key_of_value_zero(dtype):
     x[0, :, 1], lse[0, :, 1] = 0.0, -INF
     running = RunningSoftmax(x.shape, dtype, x.device)
     running.add(Rows(slice(0, None), slice(0, 6)), x[:, :, :6].clone(), lse[:, :, :6].clone())
-    running.add_sinks(sinks.double())
+    running.add_sinks(sinks.double(), slice(0, None))
     x[:, :, 6], lse[:, :, 6] = 0.0, -INF
     expected = merge(x, lse, torch.zeros_like(x), sinks[None, :, None].expand_as(lse))
     for found, right in zip((running.out, running.lse), expected, strict=True):
