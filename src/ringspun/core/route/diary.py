@@ -42,18 +42,22 @@ class Diary:
     """One pass of one rank.
 
     Args:
-        ring_rank: whose. tokens: rows of every block that travel.
+        ring_rank: whose. tokens: rows of every block that travel. reader: of steps that say no other; default: the
+            rank.
     """
 
     ring_rank: int
     tokens: Rows
+    reader: int | None = None
     _steps: dict[int, dict[StepColumn, int | Stay]] = field(default_factory=dict)
     _messages: list[_Message] = field(default_factory=list)
     _stays: list[Stay] = field(default_factory=list)
 
-    def compute(self, step: int, block: int, stay: Stay | None) -> None:
-        """A step's tiles are those of `block`, which lies there (None: in the rank's own tensors)."""
+    def compute(self, step: int, block: int, stay: Stay | None, reader: int | None = None) -> None:
+        """A step's tiles are those of `block`, which lies there (None: in the rank's own tensors), and of `reader`."""
         self._note(step, SOURCE=block)
+        if reader is not None:
+            self._note(step, READER=reader)
         if stay is not None:
             self._keep(stay, 3 * step + 2)
             self._note(step, SLOT=stay)
@@ -94,7 +98,8 @@ class Diary:
         steps = np.zeros((count, len(StepColumn)), np.int64)
         steps[:, [StepColumn.SLOT, StepColumn.GRAD_SLOT]] = OWN
         steps[:, StepColumn.HOME_SLOT] = NONE
-        steps[:, [StepColumn.SOURCE, StepColumn.HOME, StepColumn.READER]] = self.ring_rank
+        steps[:, [StepColumn.SOURCE, StepColumn.HOME]] = self.ring_rank
+        steps[:, StepColumn.READER] = self.ring_rank if self.reader is None else self.reader
         for step, noted in self._steps.items():
             for column, value in noted.items():
                 steps[step, column] = value.slot if isinstance(value, Stay) else value

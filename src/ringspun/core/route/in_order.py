@@ -19,8 +19,7 @@ gets what it owns. Gradients go home from the last stage, under a causal mask th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -28,21 +27,8 @@ from numpy.typing import NDArray
 
 from ringspun.core.layout.base import Layout
 from ringspun.core.layout.in_units import InUnits
-from ringspun.core.route.base import (
-    NONE,
-    OWN,
-    Action,
-    BoundRoute,
-    Cutting,
-    Legs,
-    MessageColumn,
-    Moment,
-    Needs,
-    Route,
-    Rows,
-    StepColumn,
-    legs,
-)
+from ringspun.core.route.base import NONE, BoundRoute, Cutting, Legs, Needs, Route, Rows
+from ringspun.core.route.diary import Diary, Stay
 from ringspun.core.wire import Payload
 
 UNIT = 512
@@ -77,40 +63,8 @@ class InOrder(Route):
         return Walk(met, needs.tokens, readers, owners)
 
 
-@dataclass(eq=False)
-class _Stay:
-    """A block, or its gradients, in a buffer of one rank. Times count half steps: messages posted before the tiles of
-    step t and those tiles at 2t, gradients brought home and messages posted after them at 2t + 1."""
-
-    rank: int
-    payload: Payload
-    since: int
-    until: int
-    slot: int = NONE
-
-
-@dataclass(eq=False)
-class _Journal:
-    """What all ranks do in one pass, slots not yet numbered."""
-
-    steps: list[tuple[int, int, int, int, _Stay | None, _Stay, bool]] = field(default_factory=list)
-    """Rank, step, stage, block, where the block lies (None: with its owner), where gradients gather, whether fresh."""
-    messages: list[tuple[int, Moment, Payload, int, _Stay, bool, _Stay]] = field(default_factory=list)
-    """Step, moment, payload, block, slot it is sent from, whether packed there, slot it is received in."""
-    homes: list[tuple[int, int, int, _Stay]] = field(default_factory=list)
-    """Rank, first step at which it can be, block, slot."""
-    stays: list[_Stay] = field(default_factory=list)
-
-    def stay(self, rank: int, payload: Payload, since: int) -> _Stay:
-        self.stays.append(_Stay(rank, payload, since, since))
-        return self.stays[-1]
-
-    def send(self, step: int, moment: Moment, block: int, origin: _Stay, packed: bool, rank: int) -> _Stay:
-        """Move what is in a slot to another rank; its slot there. Free again when the next step has waited for it."""
-        origin.until = 2 * (step + 1)
-        arrival = self.stay(rank, origin.payload, 2 * step + (moment == Moment.AFTER))
-        self.messages.append((step, moment, origin.payload, block, origin, packed, arrival))
-        return arrival
+Visit = tuple[int, int, int]
+"""Of a block: rank, step, stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +80,10 @@ class Walk(BoundRoute):
     owners: Rows
 
     def forward(self, ring_rank: int) -> Legs:
-        return self._legs(ring_rank, Payload.KV)
+        return self._legs(ring_rank, backward=False)
 
     def backward(self, ring_rank: int) -> Legs:
-        return self._legs(ring_rank, Payload.DKV)
+        return self._legs(ring_rank, backward=True)
 
     @cached_property
     def times(self) -> Rows:
@@ -156,86 +110,64 @@ class Walk(BoundRoute):
         return times
 
     @cached_property
-    def _journal(self) -> _Journal:
-        """Every block's way, and of its gradients."""
-        journal = _Journal()
-        for block, owner in enumerate(self.owners.tolist()):
+    def _visits(self) -> list[list[Visit]]:
+        """The way of each block."""
+        found = []
+        for block in range(len(self.owners)):
             stages = np.flatnonzero(self.met[:, block])[::-1]
-            visits = list(zip(self.readers[stages].tolist(), self.times[stages, block].tolist(), stages, strict=True))
-            kv: _Stay | None = None
-            grads: _Stay | None = None
-            before = owner
-            for rank, step, stage in visits:
-                if rank != before and rank != owner:
-                    origin = journal.stay(owner, Payload.KV, 2 * (step - 1)) if kv is None else kv
-                    kv = journal.send(step - 1, Moment.BEFORE, block, origin, kv is None, rank)
-                elif rank == owner:
-                    kv = None
-                fresh = grads is None
-                if grads is None:
-                    grads = journal.stay(rank, Payload.DKV, 2 * step)
-                elif rank != before:
-                    grads = journal.send(step - 1, Moment.AFTER, block, grads, False, rank)
-                for stay in (kv, grads):
-                    if stay is not None:
-                        stay.until = 2 * step + 1
-                journal.steps.append((rank, step, int(stage), block, kv, grads, fresh))
-                before = rank
-            if grads is not None:
-                last = visits[-1][1]
-                if before != owner:
-                    grads = journal.send(last, Moment.AFTER, block, grads, False, owner)
-                journal.homes.append((owner, last + (before != owner), block, grads))
-        return journal
-
-    @cached_property
-    def _homes(self) -> list[tuple[int, int, int, _Stay]]:
-        """Rank, step, block and slot of gradients that come home: one in a step."""
-        found, free = [], dict.fromkeys(self.owners.tolist(), 0)
-        for rank, first, block, stay in sorted(self._journal.homes, key=lambda home: home[1:3]):
-            step = max(first, free[rank])
-            free[rank], stay.until = step + 1, 2 * step + 1
-            found.append((rank, step, block, stay))
+            ways = zip(self.readers[stages].tolist(), self.times[stages, block].tolist(), stages.tolist(), strict=True)
+            found.append(list(ways))
         return found
 
     @cached_property
-    def _numbered(self) -> _Journal:
-        """The journal with a slot for every stay: the first that is free on its rank."""
-        assert self._homes is not None  # they decide how long gradients stay
-        free: dict[tuple[int, Payload], list[int]] = {}
-        for stay in sorted(self._journal.stays, key=lambda stay: (stay.since, stay.until)):
-            slots = free.setdefault((stay.rank, stay.payload), [])
-            stay.slot = next((i for i, until in enumerate(slots) if until <= stay.since), len(slots))
-            slots[stay.slot : stay.slot + 1] = [stay.until]
-        return self._journal
+    def _homes(self) -> dict[int, int]:
+        """The step at which the gradients of a block are added at home: one a step on every rank."""
+        ends = [(block, *visits[-1][:2]) for block, visits in enumerate(self._visits) if visits]
+        found, free = {}, dict.fromkeys(self.owners.tolist(), 0)
+        for first, block in sorted((step + (rank != self.owners[block]), block) for block, rank, step in ends):
+            owner = int(self.owners[block])
+            found[block] = max(first, free[owner])
+            free[owner] = found[block] + 1
+        return found
 
-    def _legs(self, ring_rank: int, payload: Payload) -> Legs:
-        """One rank's pass: with messages up to those that carry `payload`."""
-        journal, backward = self._numbered, payload == Payload.DKV
-        last = [int(self.times.max(initial=0)), *(step for _, step, _, _ in self._homes if backward)]
-        steps = np.tile(_IDLE, (max(last) + 1, 1))
-        for rank, step, stage, block, kv, grads, fresh in journal.steps:
-            if rank == ring_rank:
-                steps[step, StepColumn.SOURCE], steps[step, StepColumn.READER] = block, stage
-                steps[step, StepColumn.SLOT] = OWN if kv is None else kv.slot
+    def _legs(self, ring_rank: int, *, backward: bool) -> Legs:
+        diary = Diary(ring_rank, self.tokens, reader=NONE)
+        for block, visits in enumerate(self._visits):
+            if visits and (self.owners[block] == ring_rank or any(rank == ring_rank for rank, _, _ in visits)):
+                self._write(diary, block, visits, backward=backward)
+        last = max(int(self.times.max(initial=0)), *(self._homes.values() if backward else ()), 0)
+        return diary.legs(last + 1)
+
+    def _write(self, diary: Diary, block: int, visits: list[Visit], *, backward: bool) -> None:
+        """What one rank has to do with one block."""
+        me, owner = diary.ring_rank, int(self.owners[block])
+        kv: Stay | None = None
+        grads: Stay | None = None
+        before = owner
+        for n, (rank, step, stage) in enumerate(visits):
+            if me == before != rank != owner:
+                diary.send(None if me == owner else kv, Payload.KV, block, rank, step - 1, step)
+            if backward and n and me == before != rank:
+                diary.send(grads, Payload.DKV, block, rank, step - 1, step)
+            if rank == me:
+                if me == owner:
+                    kv = None
+                elif before != me:
+                    kv = diary.receive(Payload.KV, block, before, step - 1, step)
+                diary.compute(step, block, kv, stage)
                 if backward:
-                    steps[step, StepColumn.GRAD_SLOT], steps[step, StepColumn.GRAD_FRESH] = grads.slot, fresh
-        for rank, step, block, stay in self._homes if backward else ():
-            if rank == ring_rank:
-                steps[step, StepColumn.HOME_SLOT], steps[step, StepColumn.HOME] = stay.slot, block
-        rows = [row for row in self._message_rows(journal, ring_rank) if row[MessageColumn.PAYLOAD] <= payload]
-        return legs(steps, [np.array(rows, np.int64).reshape(-1, len(MessageColumn))])
+                    if n and before != me:
+                        grads = diary.receive(Payload.DKV, block, before, step - 1, step)
+                    grads = diary.gather(step, block, grads if n else None)
+            before = rank
+        if backward:
+            self._go_home(diary, block, before, visits[-1][1], grads)
 
-    def _message_rows(self, journal: _Journal, ring_rank: int) -> Iterator[list[int]]:
-        for step, moment, payload, block, origin, packed, arrival in journal.messages:
-            what = [block, 0, int(self.tokens[block]), 0, -1]
-            if origin.rank == ring_rank:
-                slot = OWN - origin.slot if packed else origin.slot
-                yield [step, moment, Action.SEND, payload, arrival.rank, *what, slot, step + 1]
-            if arrival.rank == ring_rank:
-                yield [step, moment, Action.RECEIVE, payload, origin.rank, *what, arrival.slot, step + 1]
-
-
-_IDLE = np.zeros(len(StepColumn), np.int64)
-_IDLE[[StepColumn.SLOT, StepColumn.GRAD_SLOT]] = OWN
-_IDLE[[StepColumn.HOME_SLOT, StepColumn.HOME, StepColumn.READER]] = NONE
+    def _go_home(self, diary: Diary, block: int, last: int, step: int, grads: Stay | None) -> None:
+        me, owner = diary.ring_rank, int(self.owners[block])
+        if me == last != owner:
+            diary.send(grads, Payload.DKV, block, owner, step, step + 1)
+        if me == owner:
+            there = grads if last == me else diary.receive(Payload.DKV, block, last, step, step + 1)
+            assert there is not None
+            diary.home(self._homes[block], block, there)
