@@ -43,6 +43,12 @@ def run_routes(rank: int, asked: list[tuple[Case, Any]]) -> list[dict[str, np.nd
     return found
 
 
+def other_routes(rank: int) -> tuple[str, str]:
+    """Rank 1 routes otherwise; what planning says."""
+    context = ContextParallel(dist.group.WORLD, route="direct" if rank else "ring", timeout_s=PATIENCE_S)
+    return caught(lambda: context.plan(12, Full()))
+
+
 def call_with_dtensors(rank: int) -> tuple[str, str, str]:
     """Keys as a DTensor; what the call says of it."""
     from torch.distributed.tensor import Shard, distribute_tensor

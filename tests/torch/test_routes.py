@@ -8,10 +8,11 @@ from combinations import cases
 from hard_cases import judged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import run_routes
+from on_ranks import other_routes, run_routes
 
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core.accounting import account
+from ringspun.core.links import Link, Links
 from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Case, inputs
@@ -92,6 +93,29 @@ def test_routes_by_name():
         ContextParallel(Loopback(4), route="dirct")
     with pytest.raises(PlanError, match="route must be 'auto', a Route or its string; got 3"):
         ContextParallel(Loopback(4), route=3)
+
+
+LINKS = Links(4, Link((1 << 20,), (1e-4,), (1e-4,)), Link((1 << 20,), (1e-3,), (2e-3,)), node=2)
+
+
+def test_auto_takes_the_route_that_its_links_call_for_and_says_why(tmp_path):
+    LINKS.save(tmp_path / "links.json")
+    for links in (LINKS, tmp_path / "links.json", str(tmp_path / "links.json")):
+        case = Case(4, 33, Full(), Contiguous())
+        context = ContextParallel(Loopback(4), layout=case.layout, links=links)
+        judged(case, run_ring(case, inputs(case), context))
+        plan = context.plan(33, Full())
+        assert plan.schedule.route == "double_ring(inner=2)" and "double_ring(inner=2)" in str(plan)
+        q = torch.zeros(1, 1, 33, 4)
+        assert "route chosen by its links, messages alone: double_ring(inner=2) " in str(plan.explain(q, q, q))
+    with pytest.raises(PlanError, match="links must come with route='auto'"):
+        ContextParallel(Loopback(4), route="ring", links=LINKS)
+
+
+@pytest.mark.processes
+def test_ranks_with_other_routes_hear_of_it(pools):
+    for kind, words in pools(2).run(other_routes, timeout_s=30):
+        assert kind == "PlanMismatchError" and "route is direct on ring rank 1 and ring on ring rank 0" in words
 
 
 def test_ranks_keep_in_step_by_every_route():

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from ringspun.core import needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
+from ringspun.core.choice import Weighed, choose
 from ringspun.core.cut import Cut
 from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.readings import of_route
+from ringspun.core.route.auto import Auto
 from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, pack_slot
 from ringspun.core.text import shown
 from ringspun.core.wire import Payload
@@ -108,6 +110,7 @@ class Schedule:
         grid: tokens at whose multiples everything is cut (`ringspun.core.route.Route.grid`), or 0. A block is then one
             unit of keys, tiles count its rows on every rank, and no result depends on the number of ranks.
         owners: ring rank of each block; None: a block is a rank's shard.
+        route: that it takes. weighed: what it was chosen from (`ringspun.core.choice`), if it was.
     """
 
     ring_rank: int
@@ -121,6 +124,8 @@ class Schedule:
     backward: Pass
     grid: int = 0
     owners: NDArray[np.int64] | None = None
+    route: str = "ring"
+    weighed: Weighed = ()
 
     @property
     def local_tokens(self) -> int:
@@ -317,9 +322,13 @@ def compile_schedules(
     mask = mask_of(mask)
     _check_rows(sides, mask)
     cuts = [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
-    cut = of_route(route, sides, cuts)
+    inputs = input_digest(sides, mask, route)
+    weighed: Weighed = ()
+    if isinstance(route, Auto):
+        route, weighed = choose(route, sides, cuts)
+    cut, taken = of_route(route, sides, cuts), route
     cut.travelling.setflags(write=False)
-    bound, inputs = route.bind(cut.needs), input_digest(sides, mask, route)
+    bound = taken.bind(cut.needs)
 
     def of_rank(ring_rank: int) -> Schedule:
         read = cut.of_rank(ring_rank)
@@ -327,8 +336,9 @@ def compile_schedules(
         size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
         owners = cut.needs.owners
         return Schedule(
-            ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, route.grid, owners
-        )
+            ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, taken.grid, owners,
+            str(taken), weighed,
+        )  # fmt: skip
 
     return tuple(map(of_rank, ring_ranks))
 

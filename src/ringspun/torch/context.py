@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,10 @@ import torch.utils.data
 
 from ringspun.core.checks import Checks
 from ringspun.core.layout import Layout, Zigzag
+from ringspun.core.links import Links
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
-from ringspun.core.route import InOrder, Ring, Route
+from ringspun.core.route import Auto, InOrder, Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import parse_route, shown
 from ringspun.errors import PlanError
@@ -47,7 +49,9 @@ class ContextParallel:
         group: a gloo process group (any world ranks; its order is the ring's order), a one-dimensional `DeviceMesh`, a
             `Loopback`, or None: the default group, or this process alone where torch.distributed is not initialised.
         layout: the rule that deals tokens to ranks. route: how blocks travel: a `Route` or its string (``"ring"``,
-            ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto" is the ring.
+            ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
+            over soonest on `links`.
+        links: a profile of `ringspun bench links`, or its file; the same on every rank.
         checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
             and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
@@ -70,6 +74,7 @@ class ContextParallel:
         *,
         layout: Layout | None = None,
         route: Route | str = "auto",
+        links: Links | str | os.PathLike[str] | None = None,
         checks: str = "header",
         timeout_s: float = 600.0,
         log_dir: str | os.PathLike[str] | None = None,
@@ -96,7 +101,7 @@ class ContextParallel:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
-        chosen = _route(route, deterministic)
+        chosen = _route(route, deterministic, links)
         chosen.layout(layout)
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
@@ -192,7 +197,7 @@ class ContextParallel:
                 plan = self._compile(sides, mask, made, digest)
         except Exception as problem:
             failure = problem
-        self._agree_on_plan(digest, _fields(sides, mask), failure)
+        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(self.geometry.route)}, failure)
         assert plan is not None
         self._plans.use(key, plan, plan.n_bytes)
         return plan
@@ -218,15 +223,21 @@ class ContextParallel:
 _keys = itertools.count()
 
 
-def _route(route: Route | str, deterministic: object) -> Route:
+def _route(route: Route | str, deterministic: object, links: Links | str | os.PathLike[str] | None) -> Route:
     """What `ContextParallel` is given, as a route."""
+    if links is not None and (route != "auto" or deterministic):
+        raise PlanError("links must come with route='auto', which is chosen by them; got another. Leave one out.")
     if deterministic is not None and deterministic is not False and deterministic != "across_rings":
         raise PlanError(
             f"deterministic must be None or 'across_rings'; got {deterministic!r}. The same inputs on the same ring "
             "give the same bits in any case."
         )
     if not deterministic:
-        return Ring() if route == "auto" else parse_route(route) if isinstance(route, str) else route
+        if route != "auto":
+            return parse_route(route) if isinstance(route, str) else route
+        if links is None:
+            return Ring()
+        return Auto(links if isinstance(links, Links) else Links.load(Path(links)))
     if route != "auto":
         raise PlanError(
             f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."

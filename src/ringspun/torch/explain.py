@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringspun.core import accounting
+from ringspun.core.choice import Weighed
 from ringspun.core.route.base import Action, MessageColumn, StepColumn
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format, Payload
@@ -59,7 +60,8 @@ class Explanation:
     Args:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
-        peak: bytes alive at once, itemised. ring: of all ranks together, forward.
+        peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
+            their messages would take, where the route was chosen by links.
     """
 
     plan: str
@@ -72,11 +74,16 @@ class Explanation:
     hops: int
     peak: accounting.Memory
     ring: Whole
+    weighed: Weighed = ()
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
         why = "".join(f"\n  not {name}: {reason}" for name, reason in self.refusals.items())
-        lines = [self.plan, str(self.ring), chosen + why, f"as ring rank {self.ring_rank}:"]
+        lines = [self.plan, str(self.ring), chosen + why]
+        if self.weighed:
+            times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
+            lines.append(f"route chosen by its links, messages alone: {times}")
+        lines.append(f"as ring rank {self.ring_rank}:")
         for name, steps, flops in (
             ("forward", self.forward, self.flops[0]),
             ("backward", self.backward, self.flops[1]),
@@ -120,6 +127,7 @@ def explain(
         counts[0].hops,
         accounting.memory(schedule, wire),
         _whole(everybody, speeds, wire),
+        schedule.weighed,
     )
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
-from ringspun.core.route import Ring
 from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.core.text import shown
 from ringspun.errors import PlanError, RingspunError
@@ -280,8 +279,7 @@ class Plan:
         """What is computed, in a line."""
         queries, keys = self._sides.queries, self._sides.keys
         words = f"{shown(self._mask, 60)} over {queries.seq_len:,} tokens, {queries.layout}"
-        route = self._context.geometry.route
-        words += "" if isinstance(route, Ring) else f", {route}"
+        words += "" if self.schedule.route == "ring" else f", {self.schedule.route}"
         if self._sides.same:
             return words
         start = f" from {queries.start:,}" if queries.start else ""

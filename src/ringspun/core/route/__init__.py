@@ -1,5 +1,6 @@
 """Routes: which messages move whose rows over which link, per step; one file each."""
 
+from ringspun.core.route.auto import Auto
 from ringspun.core.route.base import Action, Route
 from ringspun.core.route.bidirectional import Bidirectional
 from ringspun.core.route.direct import Direct
@@ -7,4 +8,4 @@ from ringspun.core.route.double_ring import DoubleRing
 from ringspun.core.route.in_order import InOrder
 from ringspun.core.route.ring import Ring
 
-__all__ = ["Action", "Bidirectional", "Direct", "DoubleRing", "InOrder", "Ring", "Route"]
+__all__ = ["Action", "Auto", "Bidirectional", "Direct", "DoubleRing", "InOrder", "Ring", "Route"]
