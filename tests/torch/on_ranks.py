@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag
 from ringspun.core.accounting import account
 from ringspun.core.wire import Format
 from ringspun.testing.cases import Case, Shape, inputs
-from ringspun.testing.torch import rounded, run_ring
-from ringspun.torch import ContextParallel, ring_attention
+from ringspun.testing.slow_links import SlowLinks
+from ringspun.testing.torch import plan_of, rounded, run_ring
+from ringspun.torch import ContextParallel, Gloo, ring_attention
 from ringspun.torch.kernels import AtenCpu
 
 PATIENCE_S = 20.0
@@ -47,6 +49,16 @@ def other_routes(rank: int) -> tuple[str, str]:
     """Rank 1 routes otherwise; what planning says."""
     context = ContextParallel(dist.group.WORLD, route="direct" if rank else "ring", timeout_s=PATIENCE_S)
     return caught(lambda: context.plan(12, Full()))
+
+
+def over_slow_links(rank: int, case: Case, route: str, bytes_per_s: float, folder: str) -> tuple[Any, float]:
+    """A case whose ranks are two nodes with a slow link; how long it took (seconds), and what it gave."""
+    driver = SlowLinks(Gloo(dist.group.WORLD), node=2, bytes_per_s=bytes_per_s, folder=Path(folder))
+    context = ContextParallel(driver, layout=case.layout, route=route)
+    plan = plan_of(case, context)
+    dist.barrier()
+    start = time.monotonic()
+    return run_ring(case, inputs(case), context, plan=plan), time.monotonic() - start
 
 
 def call_with_dtensors(rank: int) -> tuple[str, str, str]:

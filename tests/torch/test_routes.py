@@ -8,7 +8,7 @@ from combinations import cases
 from hard_cases import judged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import other_routes, run_routes
+from on_ranks import other_routes, over_slow_links, run_routes
 
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core.accounting import account
@@ -110,6 +110,22 @@ def test_auto_takes_the_route_that_its_links_call_for_and_says_why(tmp_path):
         assert "route chosen by its links, messages alone: double_ring(inner=2) " in str(plan.explain(q, q, q))
     with pytest.raises(PlanError, match="links must come with route='auto'"):
         ContextParallel(Loopback(4), route="ring", links=LINKS)
+
+
+@pytest.mark.processes
+def test_a_slow_link_between_nodes_takes_its_time_and_changes_no_number(pools, tmp_path):
+    """Two nodes of two, a full mask: by a double ring 2 blocks leave each node forward, and 2 and 2 gradients backward;
+    by a ring 3, 3 and 3."""
+    case = Case(4, 32, Full(), Contiguous())
+    message = 128 + 8 * 2 * 8 * (case.shape.kv_heads * (case.shape.head_size + case.shape.value_size))
+    rate = message / 0.05
+    for route, crossing in (("double_ring(2)", 2 + 2 + 2), ("ring", 3 + 3 + 3)):
+        folder = tmp_path / route
+        folder.mkdir()
+        told = pools(4).run(over_slow_links, case, route, rate, str(folder), timeout_s=30)
+        assert max(seconds for _, seconds in told) > 0.8 * crossing * message / rate
+        for found, _ in told:
+            judged(case, found)
 
 
 @pytest.mark.processes
