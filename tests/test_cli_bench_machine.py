@@ -84,6 +84,27 @@ def test_a_sweep_ends_at_the_first_length_from_which_a_ring_pays(monkeypatch):
     ]
 
 
+def test_a_route_by_name_is_measured_and_one_that_does_not_fit_is_told():
+    row = json.loads(
+        told(
+            "memory",
+            "--ranks",
+            "2",
+            "--tokens-per-rank",
+            "8",
+            "--kv-heads",
+            "4",
+            "--dtype",
+            "float32",
+            "--route",
+            "direct",
+            "--json",
+        )
+    )
+    assert row["rows"][0]["route"] == "direct" and row["rows"][0]["peak_bytes"] > 0
+    assert "did you mean 'direct'" in told("ring", "--route", "dirct", code=2)
+
+
 def test_utilisation_is_what_the_busiest_rank_sends_over_the_links_peak(monkeypatch, tmp_path):
     """Two ranks of 4 tokens, one head of 2, float32: K and V of 64 bytes each, forward and backward, and dK, dV."""
     message = 64 + 64 + 64 + 64  # header, K, V, end mark

@@ -54,7 +54,7 @@ def test_kernels_and_their_reasons():
     none = plan.explain(*x, bias=Alibi(torch.ones(4)), kernel="aten_cpu")
     assert none.kernel is None and none.refusals == {"aten_cpu": "bias must be None; got alibi"}
     page = str(capped)
-    ring = "ring: wait 1.00, 4 tiles, sends 5.5 KiB, 32 tokens a rank"
+    ring = "all ranks, by ring: wait 1.00, 4 tiles, sends 5.5 KiB, 32 tokens a rank"
     for words in ("causal over 64 tokens, zigzag\n", ring, "kernel eager", "not aten_cpu: softcap", "as ring rank 0"):
         assert words in page
     assert "no kernel can do this call" in str(none)

@@ -240,7 +240,15 @@ class Faulty(Driver):
         self.arm(*faults)
 
     def arm(self, *faults: Fault) -> None:
-        """From now on these may strike, and no others; counting begins anew."""
+        """From now on these may strike, and no others; counting begins anew.
+
+        Raises:
+            ValueError: a fault between ranks that this ring does not have, which would never strike.
+        """
+        for fault in faults:
+            ends = [rank for rank in (fault.sender, fault.receiver) if rank is not None]
+            if any(not 0 <= rank < self.size for rank in ends):
+                raise ValueError(f"fault must be between ring ranks 0 to {self.size - 1}; got {fault}.")
         self._armed = list(faults)
         self._matched: Counter[tuple[int, int, int]] = Counter()
 

@@ -102,6 +102,7 @@ class ContextParallel:
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
         chosen = _route(route, deterministic, links)
+        self.deterministic = "across_rings" if deterministic else None
         chosen.layout(layout)
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
@@ -209,7 +210,7 @@ class ContextParallel:
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
-        shared["sync_steps"] = str(self.sync_steps)
+        shared |= {"sync_steps": str(self.sync_steps), "deterministic": str(self.deterministic)}
         self.driver.agree("the plan", digest_of((inputs, shared)), {**fields, **shared}, failure)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:

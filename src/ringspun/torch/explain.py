@@ -40,17 +40,20 @@ class Whole:
     Args:
         wait: time of a clock that waits for the busiest rank at every step, over that of perfect balance (1: nobody
             waits). sent_bytes, tiles: of all ranks. tokens: query rows of the emptiest and of the fullest rank.
+        route: by which keys travel.
     """
 
     wait: float
     sent_bytes: int
     tiles: int
     tokens: tuple[int, int]
+    route: str = "ring"
 
     def __str__(self) -> str:
         low, high = self.tokens
         held = f"{low}" if low == high else f"{low} to {high}"
-        return f"ring: wait {self.wait:.2f}, {self.tiles} tiles, sends {_size(self.sent_bytes)}, {held} tokens a rank"
+        sends = f"sends {_size(self.sent_bytes)}, {held} tokens a rank"
+        return f"all ranks, by {self.route}: wait {self.wait:.2f}, {self.tiles} tiles, {sends}"
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
         sum(accounting.account(one, wire, backward=False).total_sent_bytes for one in passes),
         sum(len(one.tiles) for one in passes),
         (int(everybody[0].tokens.min()), int(everybody[0].tokens.max())),
+        everybody[0].route,
     )
 
 
