@@ -101,16 +101,18 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pairs", type=int, default=11, help="timed pairs of each mask")
     arguments.add_argument("--kernel-only", action="store_true", help="one thread, no ring")
+    arguments.add_argument("--only", default="", help="masks whose text holds this")
     options = arguments.parse_args()
+    cases = [case for case in CASES if options.only in str(case[0])]
     print("| mask | layout | mask, s | causal, s | time ratio | pair ratio | excess | 90 % interval | bar |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     if options.kernel_only:
         torch.set_num_threads(1)
-        for case in CASES:
+        for case in cases:
             print(row(in_one_thread, *case, options.pairs), flush=True)
         return
     with RankPool(RANKS) as pool:
-        for case in CASES:
+        for case in cases:
             print(row(lambda work: in_processes(pool, work), *case, options.pairs), flush=True)
 
 

@@ -99,7 +99,9 @@ def ring(
 @app.command()
 def memory(
     ranks: Annotated[str, typer.Option(help="Ring sizes, comma list.")] = "2,8",
-    tokens_per_rank: Annotated[int, typer.Option(help="Local length T of every rank (tokens).")] = 4096,
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(help="Local length T of every rank (tokens).", show_default="4096")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option(help="Instead: global length S, shared by the ranks (tokens).")] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     kv_heads: Annotated[str, typer.Option(help="Key/value heads, comma list.")] = "4,1",
@@ -114,11 +116,13 @@ def memory(
     events."""
 
     def wanted() -> list[Work]:
-        bounded("tokens-per-rank", tokens_per_rank, least=1)
+        if seq_len is not None and tokens_per_rank is not None:
+            raise ValueError("seq-len and tokens-per-rank must not both be given. Leave one out.")
+        local = bounded("tokens-per-rank", 4096 if tokens_per_rank is None else tokens_per_rank, least=1)
         sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
         shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
         length = None if seq_len is None else bounded("seq-len", seq_len, least=1)
-        return [_work(r, length or r * tokens_per_rank, shape, mask, layout, route) for shape in shapes for r in sizes]
+        return [_work(r, length or r * local, shape, mask, layout, route) for shape in shapes for r in sizes]
 
     rows = measured_rows(wanted, _peaks)
     for row in rows:
@@ -176,7 +180,7 @@ def _peaks(work: Work) -> dict[str, Any]:
 
     with RankPool(work.ranks) as pool:
         peaks = pool.run(peak_on_rank, work, timeout_s=600.0)
-    element = work.heads * (work.seq_len // work.ranks) * work.head_size * BYTES[work.dtype]
+    element = work.heads * -(-work.seq_len // work.ranks) * work.head_size * BYTES[work.dtype]
     return {**_described(work), "peak_bytes": max(peaks), "peaks": peaks, "units": max(peaks) / element}
 
 

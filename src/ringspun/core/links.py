@@ -100,7 +100,7 @@ class Links:
             if near is None:
                 raise ConfigError("near must be there.")
             return Links(near=near, far=far, **read)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise ConfigError(
                 f"links must be a file that `ringspun bench links` wrote; got {path}, {type(problem).__name__}: "
                 f"{problem}. Measure again."

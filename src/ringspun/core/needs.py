@@ -143,8 +143,9 @@ def _shift(travelling: Travelling, block: NDArray[np.int64], row: NDArray[np.int
     rows = travelling[:, ROW1] - travelling[:, ROW0]
     begin = np.cumsum(rows) - rows
     owner_begin = begin[np.searchsorted(travelling[:, OWNER], travelling[:, OWNER])]
-    start = travelling[:, OWNER] * _FAR + travelling[:, ROW0]
-    place = np.searchsorted(start, block * _FAR + row, side="right") - 1
+    span = int(travelling[:, ROW1].max(initial=0)) + 1  # not `_FAR`: there may be as many blocks as pairs of ranks
+    start = travelling[:, OWNER] * span + travelling[:, ROW0]
+    place = np.searchsorted(start, block * span + row, side="right") - 1
     found: NDArray[np.int64] = (begin - owner_begin - travelling[:, ROW0])[place]
     return found
 
@@ -161,9 +162,10 @@ _KEY_SHIFT[[tl.K0, tl.K1]], _KEY_SHIFT[[tl.LO, tl.HI]] = 1, -1
 def unite(tables: list[Travelling]) -> Travelling:
     """Rows that are in any of the tables."""
     rows = np.concatenate(tables)
-    first, last = _union(rows[:, OWNER] * _FAR + rows[:, ROW0], rows[:, OWNER] * _FAR + rows[:, ROW1])
-    owner = first // _FAR
-    return np.stack([owner, first - owner * _FAR, last - owner * _FAR], axis=1)
+    span = int(rows[:, ROW1].max(initial=0)) + 1
+    first, last = _union(rows[:, OWNER] * span + rows[:, ROW0], rows[:, OWNER] * span + rows[:, ROW1])
+    owner = first // span
+    return np.stack([owner, first - owner * span, last - owner * span], axis=1)
 
 
 def _by_positions(cut: Cut) -> Travelling:

@@ -55,7 +55,8 @@ class Row(NamedTuple):
 
     Args:
         call: its number on the ring; of `AGREE`, the agreement's. phase: 0 forward; backward: 1 + the number of its
-            forward call; -1: no call. what: a `What`. step: of the schedule. moment: of the messages.
+            forward call; -1: no call. what: a `What`. step: of the schedule. moment: at which messages are
+            waited for: 0 before and 1 after the tiles of the next step, 2 more for each step later.
         payload, source: what they carry. peer: ring rank at the other end. n_bytes: their length.
         monotonic: when (ns). words: what is agreed on, or what failed.
     """
@@ -140,7 +141,7 @@ def dump(folder: str | os.PathLike[str] | None = None, *, reason: str = "by hand
     Raises:
         OSError: it cannot be written.
     """
-    place = Path(folder if folder is not None else os.environ.get(FOLDER_VARIABLE, "."))
+    place = Path(folder if folder is not None else os.environ.get(FOLDER_VARIABLE) or ".")
     place.mkdir(parents=True, exist_ok=True)
     logs = sorted(_LOGS, key=lambda log: (log.ring, log.ring_rank))
     host, pid = socket.gethostname(), os.getpid()

@@ -165,7 +165,7 @@ def read(paths: Iterable[Path]) -> list[Merged]:
     dumps = [(path, _load(path)) for path in paths]
     if not dumps:
         raise DataError("explain-hang must get at least one dump; got none.")
-    one_clock = len({told["boot"] for _, told in dumps}) == 1
+    one_clock = len({str(told["boot"]) for _, told in dumps}) == 1
     rings: dict[tuple[str, tuple[int, ...]], Merged] = {}
     for path, told in dumps:
         try:
@@ -175,8 +175,10 @@ def read(paths: Iterable[Path]) -> list[Merged]:
                 if member is not None:
                     ring = rings.setdefault((name, ranks), Merged(name, ranks, {}, one_clock))
                     ring.members[member.ring_rank] = _newer(ring.members.get(member.ring_rank), member)
-        except (KeyError, TypeError, ValueError, IndexError) as problem:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
             raise DataError(f"dump must hold step logs; got {path}, which does not: {problem!r}.") from None
+    for ring in rings.values():
+        _drop_earlier_jobs(ring)
     if not rings:
         raise DataError("dumps must tell of a ring of at least two ranks that did something; these do not.")
     return list(rings.values())
@@ -185,11 +187,25 @@ def read(paths: Iterable[Path]) -> list[Merged]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise DataError(f"dump must be a readable JSON file; got {path}: {problem}.") from None
-    if not isinstance(told, dict) or told.get("format") != FORMAT or tuple(told.get("columns", ())) != Row._fields:
+    if not (
+        isinstance(told, dict)
+        and told.get("format") == FORMAT
+        and told.get("columns") == list(Row._fields)
+        and "boot" in told
+    ):
         raise DataError(f"dump must be a step log of format {FORMAT}; got {path}. Was it written by this version?")
     return told
+
+
+def _drop_earlier_jobs(ring: Merged) -> None:
+    """Every job's default group has the same name. A rank whose log ends before another's begins is of an earlier job
+    that left its dumps in the same folder; it does not stand for its rank today."""
+    newest = max(ring.members.values(), key=lambda m: m.dumped)
+    for rank, member in list(ring.members.items()):
+        if member.dumped < newest.began:
+            del ring.members[rank]
 
 
 def _newer(one: Member | None, two: Member) -> Member:
@@ -197,7 +213,7 @@ def _newer(one: Member | None, two: Member) -> Member:
 
 
 def _member(path: Path, log: dict[str, Any], one_clock: bool) -> Member | None:
-    rows = [Row(*row) for row in log["rows"]]
+    rows = [_row(row) for row in log["rows"]]
     if not rows:
         return None
     shift = 0 if one_clock else int(log["wall"]) - int(log["monotonic"])
@@ -208,6 +224,18 @@ def _member(path: Path, log: dict[str, Any], one_clock: bool) -> Member | None:
         member.spans.append(Span(0, State.OUTSIDE, -1, -1, -1))
     member.spans.extend(_spans(member, rows, shift))
     return member
+
+
+def _row(values: Sequence[Any]) -> Row:
+    """A row as it was written.
+
+    Raises:
+        ValueError, TypeError: it was not.
+    """
+    row = Row(*values)
+    if not all(isinstance(x, int) for x in row[:-1]) or not isinstance(row.words, str):
+        raise TypeError(f"row must be numbers and words; got {values!r}")
+    return row._replace(what=What(row.what), payload=row.payload if row.payload < 0 else Payload(row.payload))
 
 
 def _spans(member: Member, rows: Sequence[Row], shift: int) -> Iterator[Span]:

@@ -31,7 +31,7 @@ def dump_on_signal(folder: str | os.PathLike[str] | None = None, number: int | N
         ValueError: not in the main thread.
     """
     number = signal.SIGUSR1 if number is None else number
-    place = Path(folder if folder is not None else os.environ.get(FOLDER_VARIABLE, ".")).absolute()
+    place = Path(folder if folder is not None else os.environ.get(FOLDER_VARIABLE) or ".").absolute()
     before = signal.getsignal(number)
 
     def handle(received: int, frame: FrameType | None) -> None:

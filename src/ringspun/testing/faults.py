@@ -249,6 +249,8 @@ class Faulty(Driver):
             ends = [rank for rank in (fault.sender, fault.receiver) if rank is not None]
             if any(not 0 <= rank < self.size for rank in ends):
                 raise ValueError(f"fault must be between ring ranks 0 to {self.size - 1}; got {fault}.")
+            if fault.nth < 0:
+                raise ValueError(f"nth must be at least 0; got {fault}. Counting begins at 0.")
         self._armed = list(faults)
         self._matched: Counter[tuple[int, int, int]] = Counter()
 

@@ -90,7 +90,7 @@ class ContextParallel:
             raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
         self.sync_steps = sync_steps
         self.driver = _driver(group, timeout_s)
-        folder = os.environ.get(FOLDER_VARIABLE) if log_dir is None else log_dir
+        folder = os.environ.get(FOLDER_VARIABLE) or None if log_dir is None else log_dir
         if folder is not None:
             if not isinstance(folder, str | os.PathLike):
                 raise PlanError(f"log_dir must be a path; got {folder!r}.")

@@ -79,7 +79,7 @@ class Calls:
         To remember all facts ever agreed on is not enough: ranks that then call with two different known ones, of one
         plan or of two, send each other messages of two lengths, and gloo aborts a process for that.
         """
-        text, sizes = repr(sorted(fields.items())), repr((wire, self.schedules[0].travelling_tokens.tobytes()))
+        text, sizes = repr(sorted(fields.items())), repr((wire, self._sizes))
         if self.agreed.get(topic) == text and self.driver.state.agreed_sizes == sizes:
             return
         self.driver.agree(
@@ -87,6 +87,11 @@ class Calls:
         )
         self.agreed[topic] = text
         self.driver.state.agreed_sizes = sizes
+
+    @cached_property
+    def _sizes(self) -> bytes:
+        """Stands for the rows of all blocks, of which there may be as many as pairs of ranks."""
+        return digest_of(self.schedules[0].travelling_tokens.tobytes())
 
     @cached_property
     def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:

@@ -136,10 +136,12 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
 
 
 class _Posted(NamedTuple):
-    """Messages under way: those that come, with the header that each must have and who sends it."""
+    """Messages under way: those that come, with the header that each must have and who sends it; and what the step log
+    calls the time that they are waited for at."""
 
     ticket: Any
     step: int
+    when: int
     expected: list[tuple[Tensor, Header, int]]
 
 
@@ -163,18 +165,19 @@ class _Mail:
         rows = self._pass.messages_of(step, moment)
         for due in np.unique(rows[:, MessageColumn.DUE]).tolist():
             transfers, expected = [], []
+            when = moment + len(Moment) * (due - step - 1)
             for row in rows[rows[:, MessageColumn.DUE] == due]:
-                transfer, header = self._message(row)
+                transfer, header = self._message(row, when)
                 transfers.append(transfer)
                 if transfer.action == Action.RECEIVE:
                     expected.append((transfer.buffer, header, transfer.peer))
-            self._open.setdefault((due, moment), []).append(_Posted((yield transfers), step, expected))
+            self._open.setdefault((due, moment), []).append(_Posted((yield transfers), step, when, expected))
 
-    def _message(self, row: NDArray[np.int64]) -> tuple[Transfer, Header]:
+    def _message(self, row: NDArray[np.int64], when: int) -> tuple[Transfer, Header]:
         """One message, its buffer ready."""
         job, step, source = self._job, int(row[MessageColumn.STEP]), int(row[MessageColumn.SOURCE])
         payload, action = Payload(row[MessageColumn.PAYLOAD]), Action(row[MessageColumn.ACTION])
-        peer, moment = int(row[MessageColumn.PEER]), Moment(row[MessageColumn.MOMENT])
+        peer = int(row[MessageColumn.PEER])
         buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
         header = Header(job.plan_id, job.call, job.phase, payload, step, source, buffer.numel())
         if action == Action.SEND:
@@ -186,16 +189,16 @@ class _Mail:
             # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
             buffer[-END_BYTES:].zero_()
         posted = What.SEND if action == Action.SEND else What.RECEIVE
-        self.note(posted, step, moment, payload, job.schedule.owner(source), peer, header.length)
+        self.note(posted, step, when, payload, job.schedule.owner(source), peer, header.length)
         what = f"{payload.name} of {self._named(source)} at step {step} of call {job.call}"
         return Transfer(action, peer, buffer, what, header), header
 
     def wait(self, step: int, moment: Moment) -> Flow:
         """Wait for what is due, and check what came."""
         for posted in self._open.pop((step, moment), []):
-            self.note(What.WAIT, posted.step, moment)
+            self.note(What.WAIT, posted.step, posted.when)
             yield posted.ticket
-            self.note(What.LANDED, posted.step, moment)
+            self.note(What.LANDED, posted.step, posted.when)
             for message in posted.expected:
                 self._check(*message)
 

@@ -92,7 +92,7 @@ def _process_group() -> Iterator[None]:
     if not _joined():
         yield
         return
-    if FOLDER_VARIABLE in os.environ:
+    if os.environ.get(FOLDER_VARIABLE):
         dump_on_signal()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     try:

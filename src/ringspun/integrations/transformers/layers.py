@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
@@ -235,11 +235,16 @@ def _shown(local: Local) -> str:
 
 
 class Plans(dict[str, "Plan"]):
-    """Plans by kind of layer, and what a call is checked by."""
+    """Plans by kind of layer, and what a call is checked by; not to be changed, for that was worked out from them."""
 
     def __init__(self, plans: Iterable[tuple[str, Plan]]) -> None:
         super().__init__(plans)
         self.choice = Choice(self)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("plans must not be changed; write {**plans, kind: plan} for others.")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 COMPANION = "transformers"

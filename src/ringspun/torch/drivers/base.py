@@ -103,7 +103,7 @@ class RingState:
             failure.add_note(
                 f"step log: {dump(self.log_dir, reason='error', failure=words)}. Run `ringspun explain-hang`."
             )
-        except OSError as problem:  # the error itself matters more
+        except (OSError, ValueError) as problem:  # the error itself matters more
             failure.add_note(f"step log not written: {problem}")
 
 
