@@ -28,9 +28,6 @@ TOLERANCE = 0.05
 """How far the fullest rank may be above its share, of tokens and of every step's pairs."""
 _FEW = 32
 """Of so many documents every number is tried, where nothing comes within the tolerance."""
-_SWAPS = 64
-_LOOKED_AT = 512
-"""Documents of a rank that are looked at for one exchange."""
 _EXACT_BITS = 26
 """Products of widths that add up to less than 2**26 add up to less than 2**53: exact in float64, in any order."""
 
@@ -77,7 +74,7 @@ class _Search:
             most = self._most_whole(tolerance)
             tried += self._judged(most, tolerance)
             if tried and tried[-1][0] <= TOLERANCE:
-                return self._evened(*tried[-1])
+                return tried[-1][1]
         count = len(self.lengths)
         several = range(count + 1) if count <= _FEW else np.linspace(most, count, 5).astype(np.int64).tolist()
         for whole in reversed(several):  # of many documents, cutting more would only make more uneven chunks
@@ -146,33 +143,6 @@ class _Search:
         held: Ints = (early + late).sum(axis=0)
         return held
 
-    def _evened(self, excess: float, owners: Ints) -> Ints:
-        """What fits within the tolerance, made more even: the rank with the most work and the one with the least change
-        one whole document for another, as long as that helps."""
-        if not are_even(self.weights):
-            return owners
-        whole, size = np.flatnonzero(owners != WHERE_CUT), len(self.weights)
-        pairs, lengths = causal_pairs(self.lengths), self.lengths.astype(np.float64)
-        fair = float(self.works[-1]) / size or 1.0, self.seq_len / size or 1.0
-        for _ in range(min(4 * size, _SWAPS)):
-            mine = owners[whole]
-            work, tokens = (np.bincount(mine, x[whole], size) for x in (pairs, lengths))
-            most, least = int(work.argmax()), int(work.argmin())
-            a, b = (_some(whole[mine == rank]) for rank in (most, least))
-            # the last row and column: nothing is given in exchange
-            gain, more = (np.append(x[a], 0)[:, None] - np.append(x[b], 0) for x in (pairs, lengths))
-            left = np.maximum(work[most] - gain, work[least] + gain)
-            held = np.maximum(tokens[most] - more, tokens[least] + more)
-            worse = np.maximum((left - work.mean()) / fair[0], (held - tokens.mean()) / fair[1])
-            i, j = np.unravel_index(int(worse.argmin()), worse.shape)
-            changed = owners.copy()
-            changed[a[i : i + 1]], changed[b[j : j + 1]] = least, most
-            after = self._excess(changed)
-            if after >= excess:
-                break
-            excess, owners = after, changed
-        return owners
-
     def _excess(self, owners: Ints) -> float:
         """How far the fullest rank is above its share of tokens, or of pairs at a step. For unequal ranks the latter is
         how far any is off its share of all pairs."""
@@ -191,13 +161,6 @@ class _Search:
         rank = np.arange(size)
         steps = pairs[rank[:, None], (rank[:, None] - rank) % size]
         return float(max(tokens, _ratio(steps, steps.mean(axis=0)).max() - 1))
-
-
-def _some(documents: Ints) -> Ints:
-    """At most `_LOOKED_AT` of them, evenly."""
-    if len(documents) <= _LOOKED_AT:
-        return documents
-    return documents[np.linspace(0, len(documents) - 1, _LOOKED_AT).astype(np.int64)]
 
 
 def _ratio(held: Floats, fair: Floats) -> Floats:
