@@ -91,6 +91,16 @@ class Member:
     posted: dict[Message, int] = field(default_factory=dict)
     landed: dict[Message, int] = field(default_factory=dict)
 
+    @property
+    def first_call(self) -> int:
+        """The oldest call that it tells of; -1: none."""
+        return min((s.call for s in self.spans if s.call >= 0), default=-1)
+
+    @property
+    def last_call(self) -> int:
+        """The newest."""
+        return max((s.call for s in self.spans), default=-1)
+
     def at(self, time: int) -> Span:
         """The span that holds `time`."""
         return self.spans[max(bisect_right(self.spans, time, key=lambda s: s.start) - 1, 0)]
@@ -165,23 +175,20 @@ def read(paths: Iterable[Path]) -> list[Merged]:
     dumps = [(path, _load(path)) for path in paths]
     if not dumps:
         raise DataError("explain-hang must get at least one dump; got none.")
-    one_clock = len({str(told["boot"]) for _, told in dumps}) == 1
-    rings: dict[tuple[str, tuple[int, ...]], Merged] = {}
+    one_clock = len({told["boot"] for _, told in dumps}) == 1
+    found: dict[tuple[str, tuple[int, ...]], list[Member]] = {}
     for path, told in dumps:
         try:
             for log in told["logs"]:
                 name, ranks = log["ring"], tuple(log["ranks"])
                 member = _member(path, log, one_clock)
                 if member is not None:
-                    ring = rings.setdefault((name, ranks), Merged(name, ranks, {}, one_clock))
-                    ring.members[member.ring_rank] = _newer(ring.members.get(member.ring_rank), member)
+                    found.setdefault((name, ranks), []).append(member)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
             raise DataError(f"dump must hold step logs; got {path}, which does not: {problem!r}.") from None
-    for ring in rings.values():
-        _drop_earlier_jobs(ring)
-    if not rings:
+    if not found:
         raise DataError("dumps must tell of a ring of at least two ranks that did something; these do not.")
-    return list(rings.values())
+    return [Merged(name, ranks, _of_last_job(members), one_clock) for (name, ranks), members in found.items()]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -193,23 +200,24 @@ def _load(path: Path) -> dict[str, Any]:
         isinstance(told, dict)
         and told.get("format") == FORMAT
         and told.get("columns") == list(Row._fields)
-        and "boot" in told
+        and isinstance(told.get("boot"), str)
     ):
         raise DataError(f"dump must be a step log of format {FORMAT}; got {path}. Was it written by this version?")
     return told
 
 
-def _drop_earlier_jobs(ring: Merged) -> None:
-    """Every job's default group has the same name. A rank whose log ends before another's begins is of an earlier job
-    that left its dumps in the same folder; it does not stand for its rank today."""
-    newest = max(ring.members.values(), key=lambda m: m.dumped)
-    for rank, member in list(ring.members.items()):
-        if member.dumped < newest.began:
-            del ring.members[rank]
-
-
-def _newer(one: Member | None, two: Member) -> Member:
-    return two if one is None or two.dumped >= one.dumped else one
+def _of_last_job(dumps: Sequence[Member]) -> dict[int, Member]:
+    """Each rank's newest dump. Every job's default group has the same name; where a rank began to count its calls anew,
+    dumps from before that are of an earlier job in the same folder, and stand for no rank of this one."""
+    newest: dict[int, Member] = {}
+    for member in sorted(dumps, key=lambda m: m.dumped):
+        newest[member.ring_rank] = member
+    anew = [
+        newest[old.ring_rank].began
+        for old in dumps
+        if old.dumped < newest[old.ring_rank].began and newest[old.ring_rank].first_call <= old.last_call
+    ]
+    return {rank: member for rank, member in newest.items() if member.dumped >= max(anew, default=0)}
 
 
 def _member(path: Path, log: dict[str, Any], one_clock: bool) -> Member | None:
