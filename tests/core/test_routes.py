@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag
+from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag, parse_route
 from ringspun.core import accounting
+from ringspun.core.links import Link, Links
 from ringspun.core.partition import Partition
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring, bidirectional, direct, double_ring
-from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.route import Auto, Bidirectional, Direct, DoubleRing, Ring, bidirectional, direct, double_ring
+from ringspun.core.route.base import Action, MessageColumn, Needs, StepColumn
 from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Payload
 from ringspun.errors import PlanError
@@ -193,12 +194,40 @@ def test_inner_must_divide_the_ring():
         schedules_of(Full(), 12, 6, Contiguous(), DoubleRing(4))
 
 
-def test_names():
-    assert list(map(str, (Direct(), Bidirectional(), DoubleRing(4)))) == [
-        "direct",
-        "bidirectional",
-        "double_ring(inner=4)",
-    ]
+@pytest.mark.parametrize(
+    ("route", "text", "short"),
+    [
+        (Ring(), "ring", "Ring()"),
+        (Direct(), "direct", "direct"),
+        (Bidirectional(), "bidirectional", " bidirectional "),
+        (DoubleRing(4), "double_ring(inner=4)", "double_ring(4)"),
+    ],
+    ids=str,
+)
+def test_routes_from_their_strings(route, text, short):
+    assert str(route) == text and parse_route(text) == parse_route(short) == route
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rnig", "did you mean 'ring'?"),
+        ("double_ring", "inner"),
+        ("double_ring(0)", "inner must be a number of ranks"),
+        ("ring(2)", "ring"),
+        ("", "readable"),
+    ],
+)
+def test_what_is_no_route_is_refused(text, words):
+    with pytest.raises(PlanError) as problem:
+        parse_route(text)
+    assert words in str(problem.value)
+
+
+def test_auto_stands_for_a_route_and_is_none():
+    link = Link((1,), (1.0,), (1.0,))
+    with pytest.raises(NotImplementedError):
+        Auto(Links(2, link)).bind(Needs(np.zeros((0, 2), np.int64), np.zeros(2, np.int64), 2))
 
 
 def test_the_walks_drawn_in_the_docstrings():
@@ -220,3 +249,11 @@ def test_the_walks_drawn_in_the_docstrings():
     one = schedules_of(Full(), 8, 4, Contiguous(), Direct())[0]
     assert [one.owner(b) for b in one.forward.steps[:, StepColumn.SOURCE].tolist()] == [0, 3, 2, 1]
     assert "rank 0    own         rows of 3   rows of 2   rows of 1" in direct.__doc__
+
+
+def test_tiles_count_all_rows_of_a_ranks_own_shard_and_of_others_those_that_travel():
+    ring = schedules_of(Window(3), 12, 3, Contiguous(), Ring())[1]
+    assert ring.rows_of_tiles(1) == slice(0, None)
+    assert ring.rows_of_tiles(0) == ring.travelling_rows(0) == slice(2, 4)
+    own = schedules_of(Window(3), 12, 3, Contiguous(), Direct())[1]
+    assert own.rows_of_tiles(1) == slice(0, 4)

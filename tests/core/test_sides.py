@@ -169,3 +169,9 @@ def test_rows_that_agree_may_be_dealt_by_their_documents():
     pairs = sum(int(s.forward.pairs.sum()) for s in schedules)
     assert pairs == sum(m.as_array(8).sum() for m in rows.masks)
     assert PART.rows_of((0, 1)) == 8 and PART.rows_of(()) == 0 and PART.rows_of((1,)) == 4
+
+
+def test_sides_are_the_same_where_the_tokens_are():
+    one, two = Partition(12, 3, Zigzag()), Partition(13, 3, Zigzag())
+    assert Sides(one).same and Sides(one, Partition(12, 3, Zigzag())).same
+    assert not Sides(one, two).same and not Sides(one, Partition(12, 3, Contiguous())).same

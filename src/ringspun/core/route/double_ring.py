@@ -120,8 +120,6 @@ class BoundDoubleRing(BoundRoute):
             if backward and kv is not None and first <= hop <= last:
                 held, to = diary.gather(step, block, grads), after if hop < last else block
                 diary.send(held, Payload.DKV, block, to, step, step + 1)
-            if hop + 1 == self.inner:
-                break
             block = self._block(ring_rank, lap, hop + 1)
             first, last = int(self.first[lap, block]), int(self.last[lap, block])
             kv = diary.receive(Payload.KV, block, before, step, step + 1) if hop + 1 <= last else None
