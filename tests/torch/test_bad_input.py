@@ -152,7 +152,8 @@ def test_plans_that_do_not_fit(wrong):
 
 WRONG_CONTEXTS = {
     "checks": ({"checks": "checksums"}, "checks must be 'header', 'checksum' or 'checksum/N' .*; got 'checksums'"),
-    "route": ({"route": "direct"}, "route must be 'auto' or a Route; got 'direct'"),
+    "route": ({"route": "dirct"}, "'dirct' is no route; did you mean 'direct'?"),
+    "route of no kind": ({"route": 3}, "route must be 'auto', a Route or its string; got 3"),
     "timeout": ({"timeout_s": 0}, "timeout_s must be a number of seconds from 0.001 to 10 million; got 0"),
     "layout": ({"layout": "zigzag"}, r"layout must be a Layout, e.g. Zigzag\(\); got 'zigzag'"),
     "group": ({"group": 3}, "group must be a process group .*a mesh or a Loopback; got 3"),

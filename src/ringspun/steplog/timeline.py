@@ -217,7 +217,8 @@ def _of_last_job(dumps: Sequence[Member]) -> dict[int, Member]:
         for old in dumps
         if old.dumped < newest[old.ring_rank].began and newest[old.ring_rank].first_call <= old.last_call
     ]
-    return {rank: member for rank, member in newest.items() if member.dumped >= max(anew, default=0)}
+    today = max(anew, default=0)
+    return {rank: newest[rank] for rank in sorted(newest) if newest[rank].dumped >= today}
 
 
 def _member(path: Path, log: dict[str, Any], one_clock: bool) -> Member | None:
