@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
-from ringspun.core.cut import Cut, expand
+from ringspun.core.cut import Cut, Indices, expand
 from ringspun.core.layout.base import RANK, START, STOP
 from ringspun.core.partition import LONGEST
 
@@ -82,36 +84,43 @@ def travelling(cut: Cut) -> Travelling:
         return _by_positions(cut)
     if cut.meetings() > MANY_MEETINGS:
         return whole(cut.keys.tokens)
-    found = [np.zeros((0, 3), np.int64)]
-    for local, q_run, k_run in cut.pieces():
-        owner = cut.keys.runs[k_run, RANK]
-        away = owner != cut.queries.runs[q_run, RANK]
-        found.append(unite([np.stack([owner, local[:, rg.K0], local[:, rg.K1]], axis=1)[away]]))
-    return unite(found)
+    return _by_pieces(cut, lambda owner, reader: owner)
 
 
 def by_reader(cut: Cut) -> NDArray[np.int64]:
     """The key rows that each rank needs of each other: rows ``[n, 3]`` as `Travelling`, for an owner the number
     ``owner * R + reader``."""
-    size, runs, key_rank = cut.queries.ring_size, cut.keys.runs, cut.keys.runs[:, RANK]
+    size = cut.queries.ring_size
     if not cut.without_steps:
-        found = [np.zeros((0, 3), np.int64)]
-        for local, q_run, k_run in cut.pieces():
-            owner, reader = key_rank[k_run], cut.queries.runs[q_run, RANK]
-            table = np.stack([owner * size + reader, local[:, rg.K0], local[:, rg.K1]], axis=1)
-            found.append(unite([table[owner != reader]]))
-        return unite(found)
+        return _by_pieces(cut, lambda owner, reader: owner * size + reader)
     rank = cut.q_rank * _FAR
     need0, need1 = _union(rank + cut.clipped[:, rg.K0], rank + cut.clipped[:, rg.K1])
-    reader, x0 = need0 // _FAR, need0 % _FAR
-    x1 = x0 + (need1 - need0)
+    reader, first = np.divmod(need0, _FAR)
+    piece, owner, rows = _key_rows(cut, first, first + (need1 - need0))
+    number = owner * size + reader[piece]
+    return unite([np.column_stack([number, rows])[owner != reader[piece]]])
+
+
+def _by_pieces(cut: Cut, number: Callable[[Indices, Indices], Indices]) -> Travelling:
+    """For runs with steps: the key rows of every place where runs of two ranks meet, for the owner that `number` makes
+    of owner and reader."""
+    found = [np.zeros((0, 3), np.int64)]
+    for local, q_run, k_run in cut.pieces():
+        owner, reader = cut.keys.runs[k_run, RANK], cut.queries.runs[q_run, RANK]
+        table = np.column_stack([number(owner, reader), local[:, [rg.K0, rg.K1]]])
+        found.append(unite([table[owner != reader]]))
+    return unite(found)
+
+
+def _key_rows(cut: Cut, first: Indices, last: Indices) -> tuple[Indices, Indices, Indices]:
+    """Where intervals of positions lie, for runs without steps: which interval, whose, and which rows ``[n, 2]``."""
+    runs = cut.keys.runs
     starts, stops = runs[cut.by_start, START], runs[cut.by_start, STOP]
-    piece, place = expand(np.searchsorted(stops, x0, side="right"), np.searchsorted(starts, x1, side="left"))
+    piece, place = expand(np.searchsorted(stops, first, side="right"), np.searchsorted(starts, last, side="left"))
     run = cut.by_start[place]
     shift = cut.keys.run_offsets[run] - runs[run, START]
-    row0, row1 = np.maximum(x0[piece], runs[run, START]) + shift, np.minimum(x1[piece], runs[run, STOP]) + shift
-    away = key_rank[run] != reader[piece]
-    return unite([np.stack([key_rank[run] * size + reader[piece], row0, row1], axis=1)[away]])
+    row0, row1 = np.maximum(first[piece], runs[run, START]) + shift, np.minimum(last[piece], runs[run, STOP]) + shift
+    return piece, runs[run, RANK], np.stack([row0, row1], axis=1)
 
 
 def place_among(travelling: Travelling, block: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -184,12 +193,8 @@ def _by_positions(cut: Cut) -> Travelling:
     order = np.argsort(at, kind="stable")
     at, wanted = at[order], np.cumsum(change[order]) > 0
     x0, x1 = _union(at[:-1][wanted[:-1]], at[1:][wanted[:-1]])
-    starts, stops = runs[cut.by_start, START], runs[cut.by_start, STOP]
-    piece, place = expand(np.searchsorted(stops, x0, side="right"), np.searchsorted(starts, x1, side="left"))
-    run = cut.by_start[place]
-    shift = cut.keys.run_offsets[run] - runs[run, START]
-    row0, row1 = np.maximum(x0[piece], runs[run, START]) + shift, np.minimum(x1[piece], runs[run, STOP]) + shift
-    return unite([np.stack([runs[run, RANK], row0, row1], axis=1)])
+    _, owner, rows = _key_rows(cut, x0, x1)
+    return unite([np.column_stack([owner, rows])])
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ringspun.core.route.base import Action
 from ringspun.core.wire import Header, Payload
+from ringspun.testing.around import Around
 from ringspun.torch.drivers.base import Driver, RankProgram, T, Transfer
 
 
@@ -222,7 +223,7 @@ class _Late:
     behind: int
 
 
-class Faulty(Driver):
+class Faulty(Around):
     """A driver to whose messages `faults` happen, one to a message.
 
     Args:
@@ -231,9 +232,7 @@ class Faulty(Driver):
     """
 
     def __init__(self, driver: Driver, *faults: Fault, seed: int = 0) -> None:
-        self.driver = driver
-        self.size, self.ring_ranks, self.devices = driver.size, driver.ring_ranks, driver.devices
-        self.counts, self.state = driver.counts, driver.state
+        super().__init__(driver)
         self.injected: list[Injected] = []
         self._seed = seed
         self._unwaited: list[Any] = []  # nobody waits for these, and a message must not be freed under way
@@ -254,11 +253,7 @@ class Faulty(Driver):
         self._armed = list(faults)
         self._matched: Counter[tuple[int, int, int]] = Counter()
 
-    def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
-        ranks = zip(self.ring_ranks, programs, strict=True)
-        return self.driver.run([self._spoiled(rank, program) for rank, program in ranks])
-
-    def _spoiled(self, rank: int, program: RankProgram[T]) -> RankProgram[T]:
+    def changed(self, rank: int, program: RankProgram[T]) -> RankProgram[T]:
         """What `program` does, with what happens to its messages."""
         late: list[_Late] = []
         answer: Any = None
@@ -316,18 +311,6 @@ class Faulty(Driver):
         ticket = yield [nothing]
         while True:
             yield ticket
-
-    def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
-        self.driver.agree(topic, digest, fields, failure)
-
-    def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self.driver.all_gather_rows(x, rows)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.driver.all_reduce(x)
-
-    def report(self, failure: BaseException) -> None:
-        self.driver.report(failure)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,18 +8,17 @@ from __future__ import annotations
 import fcntl
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ringspun.core.route.base import Action
+from ringspun.testing.around import Around
 from ringspun.torch.drivers import Driver, Transfer
 from ringspun.torch.drivers.base import RankProgram, T
 
 
-class SlowLinks(Driver):
+class SlowLinks(Around):
     """A driver of one rank per process whose messages between nodes take as long as a shared link would.
 
     The message itself moves at once; both ends then wait until the link would have had it. Ranks compute meanwhile.
@@ -30,16 +29,13 @@ class SlowLinks(Driver):
     """
 
     def __init__(self, driver: Driver, *, node: int, bytes_per_s: float, folder: Path) -> None:
-        self.driver, self._node, self._rate, self._folder = driver, node, bytes_per_s, folder
-        self.size, self.ring_ranks, self.devices = driver.size, driver.ring_ranks, driver.devices
-        self.counts, self.state = driver.counts, driver.state
+        super().__init__(driver)
+        if len(self.ring_ranks) != 1:  # others could not move while one sleeps
+            raise ValueError(f"driver must play one rank; got {len(self.ring_ranks)}.")
+        self._node, self._rate, self._folder = node, bytes_per_s, folder
         self._received: Counter[int] = Counter()
 
-    def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
-        (program,), (rank,) = programs, self.ring_ranks
-        return self.driver.run([self._slowed(rank, program)])
-
-    def _slowed(self, rank: int, program: RankProgram[T]) -> RankProgram[T]:
+    def changed(self, rank: int, program: RankProgram[T]) -> RankProgram[T]:
         under_way: dict[int, list[Callable[[], float]]] = {}
         answer: Any = None
         while True:
@@ -77,15 +73,3 @@ class SlowLinks(Driver):
         with (self._folder / f"{sender}-{receiver}").open("a") as times:
             times.write(f"{through!r}\n")
         return through
-
-    def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
-        self.driver.agree(topic, digest, fields, failure)
-
-    def all_gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self.driver.all_gather_rows(x, rows)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.driver.all_reduce(x)
-
-    def report(self, failure: BaseException) -> None:
-        self.driver.report(failure)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspun.core.route.base import BoundRoute, Cutting, Legs, Needs, Route, Rows
-from ringspun.core.route.diary import Diary
+from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows
+from ringspun.core.route.diary import Diary, Written
 from ringspun.core.route.lane import Lane
 
 UP, DOWN = 1, -1
@@ -43,7 +43,7 @@ class Bidirectional(Route):
             hop = way * (reader[travels] - owner) % needs.size
             np.minimum.at(first, owner, hop)
             np.maximum.at(last, owner, hop)
-            lanes.append(Lane(circle, mine, first[circle], last[circle], _step_up if way == UP else _step_down))
+            lanes.append(Lane(circle, mine, circle, first[circle], last[circle], _step_up if way == UP else _step_down))
         return BoundBidirectional(needs.tokens, lanes[0], lanes[1])
 
 
@@ -56,7 +56,7 @@ def _step_down(hop: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class BoundBidirectional(BoundRoute):
+class BoundBidirectional(Written):
     """Args:
     tokens: rows of each block. up, down: the lanes.
     """
@@ -65,19 +65,15 @@ class BoundBidirectional(BoundRoute):
     up: Lane
     down: Lane
 
-    def forward(self, ring_rank: int) -> Legs:
-        return self._write(ring_rank, backward=False).legs(self._last + 1)
-
-    def backward(self, ring_rank: int) -> Legs:
-        return self._write(ring_rank, backward=True).legs(self._last + 2 if self._last else 1)
-
     @property
-    def _last(self) -> int:
-        return max(lane.at(int(lane.last.max())) for lane in (self.up, self.down))
+    def count(self) -> int:
+        return 1 + max(lane.at(int(lane.last.max())) for lane in (self.up, self.down))
 
-    def _write(self, ring_rank: int, *, backward: bool) -> Diary:
+    def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)
         diary.compute(0, ring_rank, None)
-        self.up.write(diary, ring_rank, backward=backward)
-        self.down.write(diary, len(self.down.circle) - 1 - ring_rank, backward=backward)
+        for lane, place in ((self.up, ring_rank), (self.down, len(self.down.circle) - 1 - ring_rank)):
+            lane.write(diary, place, backward=backward)
+            if backward:
+                lane.bring_home(diary, place)
         return diary

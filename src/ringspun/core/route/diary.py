@@ -7,11 +7,12 @@ at 3t; what is waited for with its first tile, and gradients, at 3t + 1; what is
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringspun.core.route.base import NONE, OWN, Action, Legs, MessageColumn, Moment, Rows, StepColumn, legs
+from ringspun.core.route.base import NONE, OWN, Action, BoundRoute, Legs, MessageColumn, Moment, Rows, StepColumn, legs
 from ringspun.core.wire import Payload
 
 
@@ -129,6 +130,25 @@ class Diary:
             slots = free.setdefault(stay.payload, [])
             stay.slot = next((i for i, until in enumerate(slots) if until <= stay.since), len(slots))
             slots[stay.slot : stay.slot + 1] = [stay.until]
+
+
+class Written(BoundRoute):
+    """A route whose passes are told by diaries. Backward has a step more, to wait for gradients that come home last."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Steps of forward, the same on every rank; 1: nothing travels."""
+
+    @abstractmethod
+    def write(self, ring_rank: int, *, backward: bool) -> Diary:
+        """The diary of one rank."""
+
+    def forward(self, ring_rank: int) -> Legs:
+        return self.write(ring_rank, backward=False).legs(self.count)
+
+    def backward(self, ring_rank: int) -> Legs:
+        return self.write(ring_rank, backward=True).legs(self.count + (self.count > 1))
 
 
 def _moment(payload: Payload) -> Moment:

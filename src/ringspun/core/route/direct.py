@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspun.core.route.base import BoundRoute, Cutting, Legs, Needs, Route, Rows
-from ringspun.core.route.diary import Diary
+from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows
+from ringspun.core.route.diary import Diary, Written
 from ringspun.core.route.lane import bring_home
 from ringspun.core.wire import Payload
 
@@ -37,7 +37,7 @@ class Direct(Route):
 
 
 @dataclass(frozen=True, eq=False)
-class BoundDirect(BoundRoute):
+class BoundDirect(Written):
     """Args:
     size: ranks. tokens: rows of each block. reader, owner, block: of each block that travels.
     """
@@ -48,23 +48,17 @@ class BoundDirect(BoundRoute):
     owner: Rows
     block: Rows
 
-    def forward(self, ring_rank: int) -> Legs:
-        return self._write(ring_rank, backward=False).legs(self._hops + 1)
-
-    def backward(self, ring_rank: int) -> Legs:
-        return self._write(ring_rank, backward=True).legs(self._hops + 2 if self._hops else 1)
-
     @property
-    def _hops(self) -> int:
-        return int(((self.reader - self.owner) % self.size).max(initial=0))
+    def count(self) -> int:
+        return 1 + int(((self.reader - self.owner) % self.size).max(initial=0))
 
-    def _write(self, ring_rank: int, *, backward: bool) -> Diary:
+    def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)
         diary.compute(0, ring_rank, None)
         reads, owns = self.reader == ring_rank, self.owner == ring_rank
         sources = dict(zip(self.owner[reads].tolist(), self.block[reads].tolist(), strict=True))
         readers = dict(zip(self.reader[owns].tolist(), self.block[owns].tolist(), strict=True))
-        for hop in range(1, self._hops + 1):
+        for hop in range(1, self.count):
             source, reader = (ring_rank - hop) % self.size, (ring_rank + hop) % self.size
             if reader in readers:
                 diary.send(None, Payload.KV, readers[reader], reader, hop - 1, hop)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspun.core.route.base import BoundRoute, Legs, Needs, Route, Rows
-from ringspun.core.route.diary import Diary, Stay
-from ringspun.core.route.lane import bring_home
+from ringspun.core.route.base import BoundRoute, Needs, Route, Rows
+from ringspun.core.route.diary import Diary, Stay, Written
+from ringspun.core.route.lane import Lane, bring_home
 from ringspun.core.wire import Payload
 from ringspun.errors import PlanError
 
@@ -58,7 +58,7 @@ class DoubleRing(Route):
 
 
 @dataclass(frozen=True, eq=False)
-class BoundDoubleRing(BoundRoute):
+class BoundDoubleRing(Written):
     """Args:
     inner: ranks of a node. tokens: rows of each block. first, last: hop at which a rank first and last computes with a
         block ``[laps, R]`` (``first > last``: none does).
@@ -69,12 +69,6 @@ class BoundDoubleRing(BoundRoute):
     first: NDArray[np.int64]
     last: NDArray[np.int64]
 
-    def forward(self, ring_rank: int) -> Legs:
-        return self._write(ring_rank, backward=False).legs(self._count)
-
-    def backward(self, ring_rank: int) -> Legs:
-        return self._write(ring_rank, backward=True).legs(self._count + (self._count > 1))
-
     @property
     def _laps(self) -> Rows:
         """The last lap of each block."""
@@ -82,64 +76,44 @@ class BoundDoubleRing(BoundRoute):
         return np.where(needed.any(0), len(needed) - 1 - needed[::-1].argmax(0), 0)
 
     @property
-    def _count(self) -> int:
-        """Steps of a pass: the last lap ends where its last block is needed."""
+    def count(self) -> int:
+        """The last lap ends where its last block is needed."""
         lap = int(self._laps.max())
         return lap * self.inner + int(self.last[lap].max(initial=0)) + 1
 
-    def _write(self, ring_rank: int, *, backward: bool) -> Diary:
-        diary, laps = Diary(ring_rank, self.tokens), self._laps
+    def write(self, ring_rank: int, *, backward: bool) -> Diary:
+        diary, laps, mine = Diary(ring_rank, self.tokens), self._laps, np.array(ring_rank)
+        before, after = (
+            int(self._block(mine, lap)) for lap in (1, -1)
+        )  # this rank's place in the nodes beside its own
         diary.compute(0, ring_rank, None)
         entered: Stay | None = None
         for lap in range(int(laps.max()) + 1):
             begin, then = lap * self.inner, (lap + 1) * self.inner
-            block = self._block(ring_rank, lap, 0)
-            begun = self._round(diary, ring_rank, lap, entered, backward=backward)
+            block, coming = (int(self._block(mine, n)) for n in (lap, lap + 1))
+            lane, place = self._lane(ring_rank, lap), ring_rank % self.inner
+            begun = lane.write(diary, place, backward=backward, entered=entered)
             if lap < laps[block]:
-                diary.send(begun, Payload.KV, block, self._next_node(ring_rank, 1), begin, then)
-            block = self._block(ring_rank, lap + 1, 0)
-            comes = lap + 1 <= laps[block]
-            entered = diary.receive(Payload.KV, block, self._next_node(ring_rank, -1), begin, then) if comes else None
+                diary.send(begun, Payload.KV, block, after, begin, then)
+            comes = lap + 1 <= laps[coming]
+            entered = diary.receive(Payload.KV, coming, before, begin, then) if comes else None
             if backward and self.last[lap, ring_rank] >= 0:
                 last = int(self.last[lap, ring_rank])
                 bring_home(diary, ring_rank, self._reader(ring_rank, lap, last), begin + last)
         return diary
 
-    def _round(self, diary: Diary, ring_rank: int, lap: int, kv: Stay | None, *, backward: bool) -> Stay | None:
-        """One lap round the node, begun with `kv` (the first: with the rank's own rows); where that lies by then."""
-        grads, begun = None, kv
-        after, before = self._neighbour(ring_rank, 1), self._neighbour(ring_rank, -1)
-        for hop in range(self.inner):
-            step, block = lap * self.inner + hop, self._block(ring_rank, lap, hop)
-            first, last = int(self.first[lap, block]), int(self.last[lap, block])
-            if hop < last:
-                sent = diary.send(kv, Payload.KV, block, after, step, step + 1)
-                begun = sent if hop == 0 else begun
-            if kv is not None:
-                diary.compute(step, block, kv)
-            if backward and kv is not None and first <= hop <= last:
-                held, to = diary.gather(step, block, grads), after if hop < last else block
-                diary.send(held, Payload.DKV, block, to, step, step + 1)
-            block = self._block(ring_rank, lap, hop + 1)
-            first, last = int(self.first[lap, block]), int(self.last[lap, block])
-            kv = diary.receive(Payload.KV, block, before, step, step + 1) if hop + 1 <= last else None
-            follows = backward and first <= hop < last
-            grads = diary.receive(Payload.DKV, block, before, step, step + 1) if follows else None
-        return begun
+    def _lane(self, ring_rank: int, lap: int) -> Lane:
+        """One lap round the rank's node."""
+        ranks = ring_rank - ring_rank % self.inner + np.arange(self.inner)
+        blocks = self._block(ranks, lap)
+        first, last = self.first[lap, blocks], self.last[lap, blocks]
+        return Lane(ranks, blocks, blocks, first, last, lambda hop: lap * self.inner + hop)
 
-    def _block(self, ring_rank: int, lap: int, hop: int) -> int:
-        """Whose block a rank has then."""
-        node, place = divmod(ring_rank, self.inner)
-        return (node - lap) % len(self.last) * self.inner + (place - hop) % self.inner
+    def _block(self, ranks: Rows, lap: int) -> Rows:
+        """With whose blocks ranks begin a lap: those of their places, so many nodes back."""
+        return (ranks - lap * self.inner) % len(self.tokens)
 
     def _reader(self, block: int, lap: int, hop: int) -> int:
         """Which rank has a block then."""
         node, place = divmod(block, self.inner)
         return (node + lap) % len(self.last) * self.inner + (place + hop) % self.inner
-
-    def _neighbour(self, ring_rank: int, way: int) -> int:
-        node, place = divmod(ring_rank, self.inner)
-        return node * self.inner + (place + way) % self.inner
-
-    def _next_node(self, ring_rank: int, way: int) -> int:
-        return (ring_rank + way * self.inner) % (len(self.last) * self.inner)
