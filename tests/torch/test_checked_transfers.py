@@ -15,7 +15,7 @@ from test_wire import Damaged, R, S, flip, tensors
 from ringspun import Causal, Full, Zigzag
 from ringspun.core.wire import END_BYTES, HEADER_BYTES
 from ringspun.errors import TransferError
-from ringspun.torch import ContextParallel, Loopback, ring
+from ringspun.torch import ContextParallel, Loopback, messages
 from ringspun.torch.checksum import BLOCK, checksum, weighted_sum
 from ringspun.torch.drivers import Transfer
 from ringspun.torch.ring import _Mail
@@ -224,7 +224,7 @@ def test_what_a_relaying_rank_s_memory_does_to_a_block_raises(monkeypatch):
 @pytest.mark.parametrize(("checks", "made"), [("header", 0), ("checksum", R + R * (R - 1))])
 def test_a_block_is_summed_once_by_its_owner_and_once_by_each_receiver(monkeypatch, checks, made):
     count = []
-    monkeypatch.setattr(ring, "checksum", lambda data: count.append(data) or checksum(data))
+    monkeypatch.setattr(messages, "checksum", lambda data: count.append(data) or checksum(data))
     ContextParallel(Loopback(R), checks=checks).plan(S, Full()).attention(*(t.detach() for t in tensors()))
     assert len(count) == made
 

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, pack_slot
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, Header, Payload
-from ringspun.errors import TransferError
+from ringspun.core.wire import Format, Header, Payload
 from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
 from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
-from ringspun.torch.checksum import checksum
 from ringspun.torch.drivers.base import RankProgram, Together, Transfer
 from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
+from ringspun.torch.messages import check, clear, seal, views
 from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum
 
@@ -184,10 +183,10 @@ class _Mail:
             packed = row[MessageColumn.SLOT] <= OWN
             if packed:
                 self._pack(int(row[MessageColumn.SLOT]), source)
-            self._seal(buffer, header, relayed=payload == Payload.KV and not packed)
+            # gradients, to which every rank adds, get a new checksum
+            seal(buffer, header, sums=job.sums, relayed=payload == Payload.KV and not packed)
         else:
-            # a new buffer may lie where another ring's freed one lay, and hold the very mark that is expected
-            buffer[-END_BYTES:].zero_()
+            clear(buffer)
         posted = What.SEND if action == Action.SEND else What.RECEIVE
         self.note(posted, step, when, payload, job.schedule.owner(source), peer, header.length)
         what = f"{payload.name} of {self._named(source)} at step {step} of call {job.call}"
@@ -259,33 +258,13 @@ class _Mail:
         """Rows as torch takes them."""
         return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
 
-    def _seal(self, buffer: Tensor, header: Header, *, relayed: bool) -> None:
-        """Write header and end mark. A relayed block keeps its owner's checksum, so that what this rank's own memory
-        does to it shows as well; gradients, to which every rank adds, get a new one."""
-        end = buffer[-END_BYTES:]
-        value = int(_words(end)[-1]) if relayed else self._checksum(buffer)
-        buffer[:HEADER_BYTES].copy_(torch.from_numpy(header.pack()).view(torch.uint8))
-        end.copy_(torch.from_numpy(header.pack_end(value)).view(torch.uint8))
-
     def _check(self, buffer: Tensor, header: Header, peer: int) -> None:
         """Compare what came with what the schedule expects."""
-        end = _words(buffer[-END_BYTES:])
-        must, why = "carry its own header", "A stale, reordered or foreign message"
-        found = header.differences(_words(buffer[:HEADER_BYTES]))
-        if not found:
-            must, why = "end with its own mark", "A message cut short, or two mixed"
-            found = header.end_differences(end, self._checksum(buffer)) if end.any() else ["none"]
-            if found and found[0].startswith("checksum"):
-                must, why = "arrive as it was sent", "Bytes were damaged on the way or in memory"
-        if found:
-            raise TransferError(
-                f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
-                f"that ring rank {peer} sent at step {header.step} of call {header.call} must {must}; got "
-                f"{', '.join(found)}. {why}; the result is not returned."
-            )
-
-    def _checksum(self, buffer: Tensor) -> int:
-        return checksum(buffer[HEADER_BYTES:-END_BYTES]) if self._job.sums else 0
+        what = (
+            f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
+            f"that ring rank {peer} sent at step {header.step} of call {header.call}"
+        )
+        check(buffer, header, what, sums=self._job.sums)
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
         return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
@@ -294,20 +273,13 @@ class _Mail:
         rows = int(self._job.schedule.travelling_tokens[source])
         dtype = self._own[0].dtype if payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
         buffer = self._buffer(payload, slot, rows)
-        first, second = (
-            buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for offset, shape in self._job.wire.segments(payload, rows)
-        )
+        first, second = views(buffer, self._job.wire.segments(payload, rows), (dtype, dtype))
         return first, second
 
     def _pack(self, slot: int, block: int) -> None:
         rows = self._indices(self._job.schedule.travelling_rows(block))
         for view, mine in zip(self._views(Payload.KV, slot, block), self._own, strict=True):
             view.copy_(mine[:, :, rows])
-
-
-def _words(data: Tensor) -> NDArray[np.int64]:
-    return data.cpu().view(torch.int64).numpy()
 
 
 def _copy(x: Tensor) -> Tensor:
