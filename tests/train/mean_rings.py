@@ -199,7 +199,7 @@ def trained(wrapper: str, mesh: DeviceMesh, steps: int) -> Run:
             waits = wrapper == "ddp without sync" and number < MICRO_BATCHES - 1
             with model.no_sync() if waits else nullcontext():
                 logits = model(batch["input_ids"], attention)
-                labels, weights = batch["shift_labels"], batch["shift_weights"]
+                labels, weights = batch["shift_labels"], batch["shift_loss_weights"]
                 share = token_loss(logits, labels, total_targets=count.total, weights=weights)
                 (share * scale).backward()
             loss += share.detach()
@@ -243,7 +243,7 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
     cp, mean = mean_of(mesh)
     batches, _ = shards(cp, mesh, 0)
     other = [batches[0] | {"shift_labels": torch.full_like(batches[0]["shift_labels"], 1)}, batches[1]]
-    negative = [batches[0] | {"shift_weights": -batches[0]["shift_weights"]}, batches[1]]
+    negative = [batches[0] | {"shift_loss_weights": -batches[0]["shift_loss_weights"]}, batches[1]]
     over_data = DistributedDataParallel(build(), process_group=mesh["data"].get_group())
     said = [batches[0] | {"num_items_in_batch": 3}, batches[1]]
     world = dist.group.WORLD
@@ -299,7 +299,9 @@ def mixed(rank: int) -> tuple[float, float, list[Tensor]]:
     count, scale = mean.count(batches), gradient_scale(model, mean)
     for batch, attention in zip(batches, attentions, strict=True):
         logits = model(batch["input_ids"], attention)
-        share = token_loss(logits, batch["shift_labels"], total_targets=count.total, weights=batch["shift_weights"])
+        share = token_loss(
+            logits, batch["shift_labels"], total_targets=count.total, weights=batch["shift_loss_weights"]
+        )
         (share * scale).backward()
     reduce_gradients(model.head.parameters(), ContextParallel(dist.group.WORLD, timeout_s=PATIENCE_S))
     norm = clip_gradients(model, 0.05)
@@ -313,7 +315,7 @@ def empty(rank: int, with_targets: tuple[int, ...]) -> tuple[float, StepCount, M
     cp, mean = mean_of(mesh)
     batches, attentions = shards(cp, mesh, 0)
     batch = batches[0]
-    del batch["shift_weights"]
+    del batch["shift_loss_weights"]
     if mesh["data"].get_local_rank() not in with_targets:
         batch |= {"shift_labels": torch.full_like(batch["shift_labels"], IGNORED), "num_items_in_batch": 0}
     model = DistributedDataParallel(build())
@@ -353,7 +355,7 @@ def from_gathered(rank: int, gathered: bool) -> tuple[float, list[Tensor]]:
     count = mean.count([batch])
     labels = batch["shift_labels"]
     logs = model(batch["input_ids"], attentions[0]).log_softmax(-1)
-    logs = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * batch["shift_weights"]
+    logs = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * batch["shift_loss_weights"]
     # gathered, the sum is the same on all ranks of the ring
     summed = mean.share_of(part.gather(logs, dim=1).sum()) if gathered else logs.sum()
     share = -summed / count.total

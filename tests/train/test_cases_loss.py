@@ -197,18 +197,18 @@ def test_L10_micro_batches_are_one_big_batch(targets: list[int], weighted: bool,
         labels = torch.tensor([[0, 1, 2, 1, 0][:n] + [IGNORED] * (6 - n)])
         batches.append({"x": torch.randn(1, 6, 4, dtype=torch.float64, generator=generator), "shift_labels": labels})
         if weighted:
-            batches[-1]["shift_weights"] = torch.rand(1, 6, generator=generator) + 0.1
+            batches[-1]["shift_loss_weights"] = torch.rand(1, 6, generator=generator) + 0.1
 
     def shares(total: float) -> torch.Tensor:
         return sum(
-            token_loss(b["x"] @ head, b["shift_labels"], total_targets=total, weights=b.get("shift_weights"))
+            token_loss(b["x"] @ head, b["shift_labels"], total_targets=total, weights=b.get("shift_loss_weights"))
             for b in batches
         )
 
     count = TokenMean(Loopback(1)).count(batches)
     assert count.targets == (sum(targets),)
     x, labels = (torch.cat([b[name].flatten(0, 1) for b in batches]) for name in ("x", "shift_labels"))
-    weights = torch.cat([b.get("shift_weights", torch.ones(1, 6)).flatten() for b in batches]).double()
+    weights = torch.cat([b.get("shift_loss_weights", torch.ones(1, 6)).flatten() for b in batches]).double()
     real = labels != IGNORED
     each = torch.nn.functional.cross_entropy((x @ head)[real], labels[real], reduction="none")
     one = (each * weights[real]).sum() / weights[real].sum() if real.any() else each.sum()

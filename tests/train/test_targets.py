@@ -38,7 +38,7 @@ def test_every_pair_inside_a_document_is_there_once(lengths, padding, ring_size,
     pairs = [
         (i, k, target, weight)
         for i, targets, counts in zip(
-            held, found["shift_labels"][0].tolist(), found["shift_weights"][0].tolist(), strict=True
+            held, found["shift_labels"][0].tolist(), found["shift_loss_weights"][0].tolist(), strict=True
         )
         for k, (target, weight) in enumerate(zip(targets, counts, strict=True), 1)
     ]
@@ -60,7 +60,8 @@ def test_every_pair_inside_a_document_is_there_once(lengths, padding, ring_size,
     assert count.weights == pytest.approx([sum(p[3] for p in expected if p[1] == j) for j in range(1, ahead + 1)])
     one = part.shard_batch({"input_ids": ids, "labels": labels, "loss_weights": weights})
     assert torch.equal(one["shift_labels"], found["shift_labels"][..., 0])
-    assert torch.equal(one["shift_weights"], found["shift_weights"][..., 0])
+    assert torch.equal(one["shift_loss_weights"], found["shift_loss_weights"][..., 0])
+    assert one["total_loss_weight"] == pytest.approx(count.weights[0])
 
 
 def test_rows_may_have_documents_of_their_own():
@@ -73,7 +74,7 @@ def test_rows_may_have_documents_of_their_own():
     assert whole[0, :, 0].tolist() == [1, 2, -100, 4, 5, 6, 7, -100]
     assert whole[0, :, 1].tolist() == [2, -100, -100, 5, 6, 7, -100, -100]
     assert whole[1, :, 1].tolist() == [2, 3, 4, 5, -100, -100, -100, -100]
-    assert torch.equal(part.gather(found["shift_weights"], dim=1) == 1, whole != IGNORED)
+    assert torch.equal(part.gather(found["shift_loss_weights"], dim=1) == 1, whole != IGNORED)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -95,7 +96,7 @@ def test_several_heads_are_a_weighted_sum_of_their_means(weighted):
                 batch["shift_labels"][:, rows],
                 total_targets=count.weights,
                 head_weights=head_weights,
-                weights=batch["shift_weights"][:, rows] if weighted else None,
+                weights=batch["shift_loss_weights"][:, rows] if weighted else None,
             )
             found += share
     expected = torch.zeros((), dtype=torch.float64)
@@ -120,7 +121,7 @@ def test_weights_of_what_is_no_target_are_not_read():
     loss = token_loss(logits, targets, total_targets=2.5, weights=weights)
     loss.backward()
     assert loss.isfinite() and logits.grad.isfinite().all() and not logits.grad[0, 1::2].any()
-    batch = {"shift_labels": targets, "shift_weights": weights}
+    batch = {"shift_labels": targets, "shift_loss_weights": weights}
     assert TokenMean(Loopback(1)).count([batch]) == StepCount((2,), (2.5,), 4, 1)
 
 
@@ -156,7 +157,7 @@ def refusals():
         ),
         r"they hold 4 together, and num_items_in_batch says 5 \(ring of 2\)": lambda: mean.count([wrong]),
         "loss weights must be finite and at least 0": lambda: mean.count(
-            [real | {"shift_weights": torch.tensor([[1, 1, -1.0, 1]])}]
+            [real | {"shift_loss_weights": torch.tensor([[1, 1, -1.0, 1]])}]
         ),
     }
 

@@ -141,7 +141,8 @@ def shard_batch(
         local["num_items_in_batch"] = int((shifted != IGNORED).sum())
         if "loss_weights" in batch:
             weights = shift(batch["loss_weights"], part, row_documents, fill=0).masked_fill(shifted == IGNORED, 0)
-            local["shift_weights"] = shard(part, ring_ranks, weights, 1)
+            local["shift_loss_weights"] = shard(part, ring_ranks, weights, 1)
+            local["total_loss_weight"] = float(weights.sum(dtype=torch.float64))
     return local
 
 

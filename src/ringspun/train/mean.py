@@ -116,7 +116,7 @@ class TokenMean:
 
         Args:
             micro_batches: of this rank, as `Partition.shard_batch` or `shard_targets` makes them. Read are
-                `shift_labels`, `shift_weights` and `num_items_in_batch`, where there are.
+                `shift_labels`, `shift_loss_weights` and `num_items_in_batch`, where there are.
         Raises:
             DataError: on all ranks of a ring, when they do not hold the targets that `num_items_in_batch` says; weights
                 that are negative or not finite. ShapeError: no micro-batch, or one without `shift_labels`.
@@ -238,7 +238,7 @@ def _of_this_rank(micro_batches: Sequence[Mapping[str, Any]]) -> tuple[Tensor, i
 
 
 def _sums(batch: Mapping[str, Any]) -> Tensor:
-    labels, weights = batch["shift_labels"], batch.get("shift_weights")
+    labels, weights = batch["shift_labels"], batch.get("shift_loss_weights")
     labels = labels[..., None] if labels.ndim == 2 else labels
     real = labels != IGNORED
     targets = real.sum(dim=(0, 1)).double()

@@ -27,7 +27,7 @@ def shard_targets(part: Partition, labels: Tensor, *, ahead: int, weights: Tenso
         weights: ``[B, S]``, what each label counts as a target, whoever predicts it.
     Returns:
         under the names that `Partition.shard_batch` uses: `shift_labels` ``[B, T, n]``, -100 where there is no target;
-        `shift_weights` ``[B, T, n]``, with `weights`; `num_items_in_batch`, targets of the whole sequence, of all n.
+        `shift_loss_weights` ``[B, T, n]``, with `weights`; `num_items_in_batch`, targets of the whole sequence, of all n.
     Raises:
         ShapeError: labels or weights that are not ``[B, S]``, or `ahead` below 1. DtypeError: labels that cannot be
             -100.
@@ -43,5 +43,5 @@ def shard_targets(part: Partition, labels: Tensor, *, ahead: int, weights: Tenso
     found: dict[str, Any] = {"shift_labels": part.shard(targets, dim=1)}
     if weights is not None:
         counts = torch.stack([shift(weights, part.core, part.row_documents, by=k, fill=0) for k in steps], dim=-1)
-        found["shift_weights"] = part.shard(counts.masked_fill(targets == IGNORED, 0), dim=1)
+        found["shift_loss_weights"] = part.shard(counts.masked_fill(targets == IGNORED, 0), dim=1)
     return found | {"num_items_in_batch": int((targets != IGNORED).sum())}
