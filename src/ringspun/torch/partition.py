@@ -100,8 +100,8 @@ class Partition:
             the shards ``[B, T]``; `position_ids` where the batch has none (restarting in each document where there are
             documents, of each row its own where they differ); with `labels`, `shift_labels` (the next token of the same
             document, -100 at its end and on padding) and `num_items_in_batch`, the number of targets of the whole
-            sequence, equal on all ranks; with `loss_weights`, `shift_loss_weights` (what each of `shift_labels` counts, 0
-            where it is no target) and `total_loss_weight`, their sum over the whole sequence.
+            sequence, equal on all ranks; with `loss_weights`, `shift_loss_weights` (what each of `shift_labels` counts,
+            0 where it is no target) and `total_loss_weight`, their sum over the whole sequence.
         Raises:
             ShapeError: a tensor that is not ``[B, S]``.
         """

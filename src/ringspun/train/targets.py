@@ -27,7 +27,8 @@ def shard_targets(part: Partition, labels: Tensor, *, ahead: int, weights: Tenso
         weights: ``[B, S]``, what each label counts as a target, whoever predicts it.
     Returns:
         under the names that `Partition.shard_batch` uses: `shift_labels` ``[B, T, n]``, -100 where there is no target;
-        `shift_loss_weights` ``[B, T, n]``, with `weights`; `num_items_in_batch`, targets of the whole sequence, of all n.
+        `shift_loss_weights` ``[B, T, n]``, with `weights`; `num_items_in_batch`, targets of the whole sequence,
+        of all n.
     Raises:
         ShapeError: labels or weights that are not ``[B, S]``, or `ahead` below 1. DtypeError: labels that cannot be
             -100.
