@@ -19,6 +19,7 @@ PAGES = [
     (DOCS / "testing.md", 20),
     (DOCS / "trust.md", 26),
     (DOCS / "routes.md", 5),
+    (DOCS / "loss.md", 35),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

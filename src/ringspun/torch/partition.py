@@ -94,12 +94,14 @@ class Partition:
         """The shard of a language-model batch ``[B, S]``, labels shifted *before* they are cut.
 
         Args:
-            batch: `input_ids`, optionally `labels` (-100: no target); other ``[B, S]`` tensors are sharded alike.
+            batch: `input_ids`, optionally `labels` (-100: no target) and `loss_weights`, what each label counts as a
+                target; other ``[B, S]`` tensors are sharded alike.
         Returns:
             the shards ``[B, T]``; `position_ids` where the batch has none (restarting in each document where there are
             documents, of each row its own where they differ); with `labels`, `shift_labels` (the next token of the same
             document, -100 at its end and on padding) and `num_items_in_batch`, the number of targets of the whole
-            sequence, equal on all ranks.
+            sequence, equal on all ranks; with `loss_weights`, `shift_loss_weights` (what each of `shift_labels` counts,
+            0 where it is no target) and `total_loss_weight`, their sum over the whole sequence.
         Raises:
             ShapeError: a tensor that is not ``[B, S]``.
         """

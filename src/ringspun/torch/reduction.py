@@ -49,7 +49,7 @@ def reduce_gradients(
         UnsupportedByRing: gradients that are sparse or `DTensor`, or a model that DDP or FSDP reduces already.
         PlanMismatchError: ranks give other parameters. PeerError: another rank's gradients were refused, or it is late.
     """
-    driver = _driver(group)
+    driver = driver_of(group)
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise PlanError(f"bucket_bytes must be a number of bytes, at least 1; got {bucket_bytes!r}.")
     named, failure = _named(parameters), None
@@ -71,14 +71,14 @@ def watch_gradients(optimizer: Optimizer, group: Group = None, *, every: int = 1
     """Warn when `optimizer` steps with gradients that differ between ranks: nobody reduced them.
 
     It compares before the first step and every `every`-th after it, whoever reduces: `reduce_gradients`, DDP, or a loop
-    of one's own. Sharded parameters (`DTensor`, of FSDP2) are passed over. A step that compares is collective: all
+    of one's own. Sharded parameters (of FSDP1 and FSDP2) are passed over. A step that compares is collective: all
     ranks step alike. After one warning it ends; ``handle.remove()`` ends it too.
 
     Args:
         optimizer: give it ``model.named_parameters()``, and a warning has names. group: as in `reduce_gradients`.
         every: steps from one comparison to the next.
     """
-    driver = _driver(group)
+    driver = driver_of(group)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise PlanError(f"every must be a number of steps, at least 1; got {every!r}.")
     steps = 0
@@ -101,7 +101,8 @@ def watch_gradients(optimizer: Optimizer, group: Group = None, *, every: int = 1
     return handle
 
 
-def _driver(group: Group) -> Driver:
+def driver_of(group: Group) -> Driver:
+    """Who moves the messages of a ring, or of the ranks that one is made from."""
     return (group if isinstance(group, ContextParallel) else ContextParallel(group)).driver
 
 
@@ -141,6 +142,11 @@ def _is_dtensor(x: Tensor) -> bool:
     return type(x).__name__ == "DTensor"
 
 
+def _is_sharded(p: Tensor) -> bool:
+    # FSDP1 marks a rank's piece of its flat parameter by this name alone
+    return _is_dtensor(p) or getattr(p, "_fsdp_flattened", False)
+
+
 def _sum_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
@@ -176,7 +182,7 @@ def _different(optimizer: Optimizer, driver: Driver) -> list[str]:
     """Names of parameters whose gradients are not the same on all ranks: not even in norm and sum."""
     if driver.size == len(driver.ring_ranks):
         return []
-    watched = [(name, p) for name, p in _optimized(optimizer) if not _is_dtensor(p)]
+    watched = [(name, p) for name, p in _optimized(optimizer) if not _is_sharded(p)]
     mine = torch.tensor([_signature(p.grad) for _, p in watched], dtype=torch.float64).reshape(1, len(watched), 2)
     rows = driver.all_gather_rows(mine, [1] * driver.size)
     same = ((rows == rows[:1]) | (rows.isnan() & rows[:1].isnan())).all(0).all(-1).tolist()

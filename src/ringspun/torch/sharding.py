@@ -124,8 +124,10 @@ def shard_batch(
     if len({x.shape[0] for x in batch.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         raise ShapeError(f"batch must have one B; got {shapes}.")
-    if "labels" in batch and batch["labels"].dtype not in (torch.int64, torch.int32, torch.int16):
-        raise DtypeError(f"labels must be int64, int32 or int16, to hold -100; got {batch['labels'].dtype}.")
+    if "labels" in batch:
+        check_labels(batch["labels"], batch.get("loss_weights"))
+    elif "loss_weights" in batch:
+        raise ShapeError("loss_weights must come with labels, whose weights they are; got none.")
     local: dict[str, Any] = {name: shard(part, ring_ranks, x, 1) for name, x in batch.items()}
     first = next(iter(batch.values()))
     if row_documents is not None and len(row_documents) != first.shape[0]:
@@ -134,26 +136,41 @@ def shard_batch(
     rows = positions(part, ring_ranks, restart=known, row_documents=row_documents)
     local.setdefault("position_ids", rows.to(first.device).expand(first.shape[0], -1))
     if "labels" in batch:
-        shifted = shift_labels(batch["labels"], part, row_documents)
+        shifted = shift(batch["labels"], part, row_documents)
         local["shift_labels"] = shard(part, ring_ranks, shifted, 1)
         local["num_items_in_batch"] = int((shifted != IGNORED).sum())
+        if "loss_weights" in batch:
+            weights = shift(batch["loss_weights"], part, row_documents, fill=0).masked_fill(shifted == IGNORED, 0)
+            local["shift_loss_weights"] = shard(part, ring_ranks, weights, 1)
+            local["total_loss_weight"] = float(weights.sum(dtype=torch.float64))
     return local
 
 
-def shift_labels(labels: Tensor, part: Partition, row_documents: RowDocuments | None = None) -> Tensor:
-    """Each token's target, the next token of the same document; -100 at the ends of documents and on padding."""
-    shifted = torch.full_like(labels, IGNORED)
-    if labels.shape[1] < 2:
+def check_labels(labels: Tensor, weights: Tensor | None = None) -> None:
+    """Refuses labels that cannot hold -100, and weights that are no numbers for them."""
+    if labels.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise DtypeError(f"labels must be int64, int32 or int16, to hold -100; got {labels.dtype}.")
+    if weights is not None and not weights.is_floating_point():
+        raise DtypeError(f"loss_weights must be floating; got {weights.dtype}. Write weights.float().")
+
+
+def shift(
+    x: Tensor, part: Partition, row_documents: RowDocuments | None = None, *, by: int = 1, fill: int = IGNORED
+) -> Tensor:
+    """What `x` ``[B, S]`` says of the token that comes `by` tokens after each, in the same document; `fill` at the
+    ends of documents and on padding."""
+    shifted = torch.full_like(x, fill)
+    if x.shape[1] <= by:
         return shifted
-    shifted[:, :-1] = labels[:, 1:]
-    of_rows = [part.documents] * labels.shape[0] if row_documents is None else row_documents
+    shifted[:, :-by] = x[:, by:]
+    of_rows = [part.documents] * x.shape[0] if row_documents is None else row_documents
     for row, documents in zip(shifted, of_rows, strict=True):
         if documents is not None:
-            row[:-1].masked_fill_(~_follows(documents, part).to(labels.device), IGNORED)
+            row[:-by].masked_fill_(~_follows(documents, part, by).to(x.device), fill)
     return shifted
 
 
-def _follows(documents: Documents, part: Partition) -> Tensor:
-    """For each token but the last, whether the next one is of the same document ``[S - 1]``."""
+def _follows(documents: Documents, part: Partition, by: int) -> Tensor:
+    """For each token but the last `by`, whether the `by`-th after it is of the same document ``[S - by]``."""
     number = torch.from_numpy(documents.index(part.start + np.arange(part.seq_len)))
-    return (number[1:] == number[:-1]) & (number[1:] >= 0)
+    return (number[by:] == number[:-by]) & (number[by:] >= 0)

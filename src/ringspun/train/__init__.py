@@ -4,7 +4,11 @@
     data.py           text files -> byte tokens -> sequences of joined documents
     contents.py       what is in those files: checksums, compared on resume and when they are read
     model.py          the Llama of a config, and its loss on one rank's shard
-    loss.py           a rank's share of the mean loss, in chunks
+    loss.py           a rank's share of the mean loss, in chunks; of several tokens ahead
+    targets.py        labels of several tokens ahead, shifted and cut
+    mean.py           what the mean is over: targets of ring, replicas and micro-batches
+    metrics.py        accuracy, entropy, perplexity over exactly the loss tokens
+    gradients.py      the factor of DDP and FSDP; norm and clipping over meshes
     mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
     loop.py           the training loop
     checkpointing.py  checkpoints written whole or not at all
