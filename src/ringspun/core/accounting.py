@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import tiles as tl
+from ringspun.core.degrees import Degrees, HeadSplit
+from ringspun.core.partition import Sides
 from ringspun.core.route.base import Action, MessageColumn, StepColumn
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Payload
+from ringspun.core.wire import Format, Payload, segments
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,32 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     for (payload, _), rows in schedule.backward.slot_rows(schedule.travelling_tokens).items():
         slots[payload] += wire.message_bytes(payload, rows)
     return Memory(tensors, 2 * wire.accumulator_itemsize * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
+
+
+def exchanged(split: HeadSplit, degrees: Degrees, sides: Sides, rank: int, wire: Format) -> tuple[int, int]:
+    """Bytes that a rank of a hybrid sends in exchanges of heads for rows, forward and backward, framing included; lse
+    not asked for.
+
+    Args:
+        sides: who of the whole group holds what. rank: of the group. wire: of tensors with all heads.
+    """
+    ring_rank, mine = degrees.place(rank)
+    d, dv, forward, backward = wire.head_size, wire.value_size, 0, 0
+
+    def message(heads: tuple[int, int], rows: int, *widths: int) -> int:
+        shapes = [(wire.batch, heads[1] - heads[0], rows, width) for width in widths]
+        return segments(shapes, [wire.itemsize] * len(shapes))[1] if any(map(prod, shapes)) else 0
+
+    for peer in degrees.row(ring_rank):
+        if peer == rank:
+            continue
+        theirs = degrees.place(peer)[1]
+        mine_q, mine_k, q, k = (int(side.tokens[one]) for one in (rank, peer) for side in (sides.queries, sides.keys))
+        forward += message(split.queries(theirs), mine_q, d) + message(split.keys(theirs), mine_k, d, dv)
+        forward += message(split.queries(mine), q, dv)
+        backward += message(split.queries(theirs), mine_q, dv)
+        backward += message(split.queries(mine), q, d) + message(split.keys(mine), k, d, dv)
+    return forward, backward
 
 
 def sources(one: Pass) -> list[int]:

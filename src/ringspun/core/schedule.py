@@ -20,8 +20,10 @@ from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.choice import Weighed, choose
 from ringspun.core.cut import Cut
+from ringspun.core.degrees import Degrees
 from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
+from ringspun.core.layout.in_parts import InParts
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.readings import of_route
@@ -187,19 +189,23 @@ class Geometry:
     Args:
         ring_size: R. ring_ranks: the rank that this process plays (all of them for a loopback ring).
         layout, route: the rules that every plan of this ring uses.
+        degrees: where heads are split too (USP): then each share of the ring is held by several ranks.
     """
 
     ring_size: int
     ring_ranks: tuple[int, ...]
     layout: Layout
     route: Route
+    degrees: Degrees | None = None
 
     def partition(
         self, seq_len: int, documents: Documents | None = None, *, layout: Layout | None = None, start: int = 0
     ) -> Partition:
-        """Who holds which of `seq_len` tokens."""
-        wanted = self.layout if layout is None else layout
-        return Partition(seq_len, self.ring_size, self.route.layout(wanted), documents, start)
+        """Which rank of the group holds which of `seq_len` tokens."""
+        wanted = self.route.layout(self.layout if layout is None else layout)
+        if self.degrees is None:
+            return Partition(seq_len, self.ring_size, wanted, documents, start)
+        return Partition(seq_len, self.degrees.size, InParts(wanted, self.degrees), documents, start)
 
     def sides(
         self,
@@ -255,7 +261,7 @@ class Geometry:
         sides = self.sides(
             seq_len, documents, mask=mask, key_len=key_len, key_layout=key_layout, query_start=query_start
         )
-        return compile_schedules(sides, mask_of(mask), self.route, self.ring_ranks)
+        return compile_schedules(sides.of_rings, mask_of(mask), self.route, self.ring_ranks)
 
 
 def _documents_of(mask: Any) -> Documents | None:

@@ -11,6 +11,7 @@ what the header says, and in the place of the length, which the receiver knows, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from math import prod
@@ -28,11 +29,29 @@ class Payload(IntEnum):
 
     KV = 0
     DKV = 1
+    HEADS = 4
+    """Some heads of some rows, on their way between ranks that split heads (`ringspun.core.degrees`)."""
 
 
 def aligned(n_bytes: int) -> int:
     """`n_bytes` rounded up to a multiple of 64."""
     return -(-n_bytes // HEADER_BYTES) * HEADER_BYTES
+
+
+Segments = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def segments(shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int]) -> tuple[Segments, int]:
+    """Per tensor of a message its byte offset and shape; and the length of the whole message (bytes).
+
+    Args:
+        shapes: of the tensors. itemsizes: bytes per element of each.
+    """
+    found, offset = [], HEADER_BYTES
+    for shape, itemsize in zip(shapes, itemsizes, strict=True):
+        found.append((offset, tuple(shape)))
+        offset += aligned(prod(shape) * itemsize)
+    return tuple(found), offset + END_BYTES
 
 
 @dataclass(frozen=True)

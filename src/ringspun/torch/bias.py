@@ -108,6 +108,28 @@ Bias = Alibi | RelativeTable | BiasFunction
 
 
 @dataclass(frozen=True)
+class _FunctionOfHeads:
+    """What a free function of positions says of some heads."""
+
+    function: BiasFunction
+    first: int
+    last: int
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        found = self.function(q, k)
+        return found[self.first : self.last] if found.ndim == 3 and found.shape[0] > 1 else found
+
+
+def of_heads(bias: Bias, first: int, last: int) -> Bias:
+    """A bias of the query heads ``[first, last)``. Differentiable."""
+    if isinstance(bias, Alibi):
+        return Alibi(bias.slopes[first:last])
+    if isinstance(bias, RelativeTable):
+        return RelativeTable(bias.table[:, first:last], bias.buckets)
+    return _FunctionOfHeads(bias, first, last)
+
+
+@dataclass(frozen=True)
 class _AlibiRule(Rule):
     name = "alibi"
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ringspun.core.checks import Checks
+from ringspun.core.degrees import Inner
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.links import Links
 from ringspun.core.mask import Documents, Mask, RowMasks
@@ -30,13 +31,16 @@ from ringspun.errors import PlanError
 from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
-from ringspun.torch.drivers import Driver, Gloo, Loopback
+from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.drivers.part import Part
 from ringspun.torch.execution import Options
+from ringspun.torch.groups import driver_and_degrees
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
+from ringspun.torch.ulysses import hybrid_plan
 
 KEPT_READY = 4
 """Of the last new options of calls, how many a new plan is ready for."""
@@ -46,8 +50,9 @@ class ContextParallel:
     """A ring of ranks that together hold one sequence (context parallelism; its size is what others call `cp_size`).
 
     Args:
-        group: a gloo process group (any world ranks; its order is the ring's order), a one-dimensional `DeviceMesh`, a
-            `Loopback`, or None: the default group, or this process alone where torch.distributed is not initialised.
+        group: a gloo process group (any world ranks; its order is the ring's order), a `DeviceMesh` of one dimension or
+            of two, ``("ring", "ulysses")`` in either order, a `Loopback`, or None: the default group, or this process
+            alone where torch.distributed is not initialised.
         layout: the rule that deals tokens to ranks. route: how blocks travel: a `Route` or its string (``"ring"``,
             ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
             over soonest on `links`.
@@ -63,6 +68,10 @@ class ContextParallel:
             size, a single process too, given the same kernel and number of threads. Tokens are dealt in units of 512,
             so that ranks may hold unequal numbers (of a short sequence none), and the route is
             `ringspun.core.route.InOrder`; see docs/trust.md for what it costs.
+        ulysses: of the group's ranks, how many split the heads of one share of the sequence (a divisor; at most the
+            number of query heads); the others are rings. See docs/hybrid.md. Default 1, or what the mesh says.
+        inner: whose ranks are neighbours in the group, "ulysses" (the default) or "ring"; a mesh's last axis.
+        ring_group, ulysses_group: instead of `group`: this rank's ring, and the ranks that split heads with it.
     Raises:
         PlanError: a group that cannot be used, or a route beside `deterministic`. LayoutError: with `deterministic`, a
             layout other than `Contiguous` and `Zigzag`.
@@ -80,6 +89,10 @@ class ContextParallel:
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
+        ulysses: int | None = None,
+        inner: Inner | None = None,
+        ring_group: dist.ProcessGroup | None = None,
+        ulysses_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.checks = Checks.parse(checks)
         if not isinstance(route, Route | str):
@@ -89,7 +102,10 @@ class ContextParallel:
         if not isinstance(sync_steps, bool):
             raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
         self.sync_steps = sync_steps
-        self.driver = _driver(group, timeout_s)
+        self.driver, degrees = driver_and_degrees(
+            group, ulysses=ulysses, inner=inner, ring_group=ring_group, ulysses_group=ulysses_group, timeout_s=timeout_s
+        )
+        self.degrees = degrees
         folder = os.environ.get(FOLDER_VARIABLE) or None if log_dir is None else log_dir
         if folder is not None:
             if not isinstance(folder, str | os.PathLike):
@@ -104,20 +120,41 @@ class ContextParallel:
         chosen = _route(route, deterministic, links)
         self.deterministic = "across_rings" if deterministic else None
         chosen.layout(layout)
-        self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
+        split = degrees if degrees.ulysses > 1 else None
+        here = tuple(sorted({degrees.place(rank)[0] for rank in self.driver.ring_ranks}))
+        self.geometry = Geometry(degrees.ring, here, layout, chosen, split)
+        asked: dict[str, Any] = {"layout": layout, "route": route, "links": links, "checks": checks}
+        asked |= {"sync_steps": sync_steps, "deterministic": deterministic}
+        columns = sorted({degrees.place(rank)[1] for rank in self.driver.ring_ranks}) if split else ()
+        self.rings = tuple(ContextParallel(Part(self.driver, degrees.column(u)), **asked) for u in columns)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
         self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
 
     @property
     def ring_size(self) -> int:
-        """Number of ranks R."""
-        return self.driver.size
+        """Ranks of a ring R."""
+        return self.degrees.ring
 
     @property
     def ring_rank(self) -> int:
-        """This process's place in the ring; 0 for a loopback, which plays all of them."""
-        return self.driver.ring_ranks[0]
+        """This process's place in its ring; 0 for a loopback, which plays all of them."""
+        return self.degrees.place(self.driver.ring_ranks[0])[0]
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks among which heads are split U; 1: they are not."""
+        return self.degrees.ulysses
+
+    @property
+    def ulysses_rank(self) -> int:
+        """This process's place among them; 0 for a loopback."""
+        return self.degrees.place(self.driver.ring_ranks[0])[1]
+
+    @property
+    def size(self) -> int:
+        """All ranks that hold the sequence together: R times U."""
+        return self.driver.size
 
     @property
     def number(self) -> int:
@@ -205,8 +242,12 @@ class ContextParallel:
 
     def _compile(self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes) -> Plan:
         route, ranks = self.geometry.route, self.geometry.ring_ranks
-        schedules = check_schedules(made, ranks, inputs) if made else compile_schedules(sides, mask, route, ranks)
-        return Plan(self, sides, mask, schedules)
+        rings = sides.of_rings
+        if made:
+            schedules = check_schedules(made, ranks, inputs if rings == sides else input_digest(rings, mask, route))
+        else:
+            schedules = compile_schedules(rings, mask, route, ranks)
+        return hybrid_plan(self, sides, mask, schedules) if self.rings else Plan(self, sides, mask, schedules)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
@@ -218,7 +259,8 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
-        return f"ContextParallel(ring_size={self.ring_size}, layout={self.geometry.layout}, driver={name})"
+        ulysses = f", ulysses_size={self.ulysses_size}" if self.rings else ""
+        return f"ContextParallel(ring_size={self.ring_size}{ulysses}, layout={self.geometry.layout}, driver={name})"
 
 
 _keys = itertools.count()
@@ -244,29 +286,6 @@ def _route(route: Route | str, deterministic: object, links: Links | str | os.Pa
             f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."
         )
     return InOrder()
-
-
-def _driver(group: Any, timeout_s: float) -> Driver:
-    if isinstance(group, Driver):
-        return group
-    if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            raise PlanError(f"mesh must have one dimension; got {group.ndim}. Pass the ring's own, e.g. mesh['ring'].")
-        group = group.get_group()
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Loopback(1)
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(
-            f"group must be a process group that this rank belongs to, a mesh or a Loopback; got {group!r}."
-        )
-    if dist.get_world_size(group) == 1:
-        return Loopback(1)
-    backend = str(dist.get_backend(group))
-    if "gloo" not in backend:
-        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
-    return Gloo(group, timeout_s=timeout_s)
 
 
 def _schedules(what: Any) -> tuple[Schedule, ...]:

@@ -64,7 +64,8 @@ class Explanation:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
-            their messages would take, where the route was chosen by links.
+            their messages would take, where the route was chosen by links. exchanged: bytes that this rank sends in
+            exchanges of heads for rows, forward and backward. degrees: of the hybrid; "": heads are not split.
     """
 
     plan: str
@@ -78,6 +79,8 @@ class Explanation:
     peak: accounting.Memory
     ring: Whole
     weighed: Weighed = ()
+    exchanged: tuple[int, int] = (0, 0)
+    degrees: str = ""
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
@@ -86,6 +89,9 @@ class Explanation:
         if self.weighed:
             times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
             lines.append(f"route chosen by its links, messages alone: {times}")
+        if self.degrees:
+            sent = " and ".join(map(_size, self.exchanged))
+            lines.append(f"{self.degrees}: heads for rows, sends {sent} forward and backward; then, in its ring:")
         lines.append(f"as ring rank {self.ring_rank}:")
         for name, steps, flops in (
             ("forward", self.forward, self.flops[0]),

@@ -1,0 +1,122 @@
+"""From what a user has, a process group, a mesh, two groups or nothing, to the driver that moves messages and the two
+degrees of a hybrid."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ringspun.core.degrees import Degrees, Inner
+from ringspun.core.host import is_integer
+from ringspun.errors import PlanError
+from ringspun.torch.drivers import Driver, Gloo, Loopback
+from ringspun.torch.drivers.part import Part
+
+AXES = ("ring", "ulysses")
+
+
+def driver_and_degrees(
+    group: Any, *, ulysses: int | None, inner: Inner | None, ring_group: Any, ulysses_group: Any, timeout_s: float
+) -> tuple[Driver, Degrees]:
+    """See `ringspun.torch.ContextParallel`.
+
+    Raises:
+        PlanError: a group that cannot be used, or degrees that do not fit it.
+    """
+    if inner not in (None, "ulysses", "ring"):
+        raise PlanError(f"inner must be 'ulysses' or 'ring'; got {inner!r}.")
+    if ring_group is not None or ulysses_group is not None:
+        if group is not None or ulysses is not None or inner is not None or None in (ring_group, ulysses_group):
+            raise PlanError(
+                "ring_group and ulysses_group must come together, without group, ulysses and inner; got others."
+            )
+        return _of_two(ring_group, ulysses_group, timeout_s)
+    if isinstance(group, dist.device_mesh.DeviceMesh) and group.ndim == 2:
+        if ulysses is not None or inner is not None:
+            raise PlanError("a mesh of two dimensions must come without ulysses and inner; got them. It says both.")
+        return _of_mesh(group, timeout_s)
+    driver = _driver(group, timeout_s)
+    degree = 1 if ulysses is None else ulysses
+    if not is_integer(degree) or degree < 1 or driver.size % degree:
+        raise PlanError(f"ulysses must divide the group's {driver.size} ranks; got {ulysses!r}.")
+    return driver, Degrees(driver.size // int(degree), int(degree), inner or "ulysses")
+
+
+def _driver(group: Any, timeout_s: float) -> Driver:
+    if isinstance(group, Driver):
+        return group
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise PlanError(
+                f"mesh must have one dimension, or two, 'ring' and 'ulysses'; got {group.ndim}. Pass the ring's own, "
+                "e.g. mesh['ring'] or mesh['ring', 'ulysses']."
+            )
+        group = group.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Loopback(1)
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise PlanError(
+            f"group must be a process group that this rank belongs to, a mesh or a Loopback; got {group!r}."
+        )
+    if dist.get_world_size(group) == 1:
+        return Loopback(1)
+    backend = str(dist.get_backend(group))
+    if "gloo" not in backend:
+        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
+    return Gloo(group, timeout_s=timeout_s)
+
+
+def _of_mesh(mesh: dist.device_mesh.DeviceMesh, timeout_s: float) -> tuple[Driver, Degrees]:
+    names = mesh.mesh_dim_names
+    if names is None or sorted(names) != sorted(AXES):
+        raise PlanError(
+            f"a mesh of two dimensions must name them 'ring' and 'ulysses', the inner one last; got {names}. "
+            "Pass mesh['ring', 'ulysses']."
+        )
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    degrees = Degrees(int(sizes["ring"]), int(sizes["ulysses"]), "ulysses" if names[-1] == "ulysses" else "ring")
+    for name, other in (AXES, AXES[::-1]):
+        if sizes[other] == 1:
+            return _driver(mesh.get_group(name), timeout_s), degrees
+    return _over(mesh.mesh.flatten().tolist(), str(dist.get_backend(mesh.get_group("ring"))), timeout_s), degrees
+
+
+def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driver, Degrees]:
+    for name, one in (("ring_group", ring_group), ("ulysses_group", ulysses_group)):
+        if not isinstance(one, dist.ProcessGroup):
+            raise PlanError(f"{name} must be a process group that this rank belongs to; got {one!r}.")
+    ring = dist.get_process_group_ranks(ring_group)
+    columns: list[list[int]] = [[] for _ in range(dist.get_world_size(ulysses_group))]
+    dist.all_gather_object(columns, ring, group=ulysses_group)
+    row = [column[dist.get_rank(ring_group)] for column in columns if len(column) == len(ring)]
+    if row != dist.get_process_group_ranks(ulysses_group):
+        raise PlanError(
+            f"ring_group and ulysses_group must be the columns and rows of a grid of ranks; got rings {columns} and "
+            f"the ulysses group {dist.get_process_group_ranks(ulysses_group)}."
+        )
+    degrees = Degrees(len(ring), len(columns))
+    ranks = [column[r] for r in range(len(ring)) for column in columns]
+    for alone, group in ((len(columns) == 1, ring_group), (len(ring) == 1, ulysses_group)):
+        if alone:
+            return _driver(group, timeout_s), degrees
+    return _over(ranks, str(dist.get_backend(ring_group)), timeout_s), degrees
+
+
+def _over(ranks: Sequence[int], backend: str, timeout_s: float) -> Driver:
+    """A driver over world ranks, in their order. Collective among them, at first."""
+    ordered = tuple(sorted(ranks))
+    group = _groups.get(ordered)
+    if group is None:
+        group = dist.new_group(list(ordered), backend=backend, use_local_synchronization=True)
+        _groups[ordered] = group
+    driver = _driver(group, timeout_s)
+    return driver if ordered == tuple(ranks) else Part(driver, [ordered.index(rank) for rank in ranks])
+
+
+_groups: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
+"""One group per set of ranks, however many contexts are made of it."""
