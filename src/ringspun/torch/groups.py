@@ -51,8 +51,8 @@ def _driver(group: Any, timeout_s: float) -> Driver:
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
             raise PlanError(
-                f"mesh must have one dimension, or two, 'ring' and 'ulysses'; got {group.ndim}. Pass the ring's own, "
-                "e.g. mesh['ring'] or mesh['ring', 'ulysses']."
+                f"mesh must have one dimension, or the two 'ring' and 'ulysses'; got {group.ndim}. Pass the ring's "
+                "own, e.g. mesh['ring'], or mesh['ring', 'ulysses']."
             )
         group = group.get_group()
     if group is None:
@@ -75,8 +75,8 @@ def _of_mesh(mesh: dist.device_mesh.DeviceMesh, timeout_s: float) -> tuple[Drive
     names = mesh.mesh_dim_names
     if names is None or sorted(names) != sorted(AXES):
         raise PlanError(
-            f"a mesh of two dimensions must name them 'ring' and 'ulysses', the inner one last; got {names}. "
-            "Pass mesh['ring', 'ulysses']."
+            f"mesh must have one dimension, or the two 'ring' and 'ulysses', the inner one last; got {names}. "
+            "Pass the ring's own, e.g. mesh['ring'], or mesh['ring', 'ulysses']."
         )
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
     degrees = Degrees(int(sizes["ring"]), int(sizes["ulysses"]), "ulysses" if names[-1] == "ulysses" else "ring")
