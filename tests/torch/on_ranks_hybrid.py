@@ -11,7 +11,14 @@ from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel
 
-GROUPS = {"2": (2, 2), "4": (1, 4), "ring inside": (2, 2), "mesh": (2, 2), "mesh, ring inside": (2, 2), "groups": (2, 2)}
+GROUPS = {
+    "2": (2, 2),
+    "4": (1, 4),
+    "ring inside": (2, 2),
+    "mesh": (2, 2),
+    "mesh, ring inside": (2, 2),
+    "groups": (2, 2),
+}
 """How a context of 4 ranks is made, and its degrees."""
 
 

@@ -102,13 +102,15 @@ def test_the_wire_carries_what_is_counted(ring, ulysses, heads, kv_heads):
 
 
 def test_bytes_are_those_of_the_formulas():
-    """Ring: forward 2, backward 4 blocks of T K D, dK and dV in fp32, times (R - 1) / R; Ulysses: q, k, v, out and their
-    gradients, times (U - 1) / U. T: the tokens of a whole ring, S over the other degree."""
+    """Ring: forward 2, backward 4 blocks of T K D, dK and dV in fp32, times (R - 1) / R; Ulysses: q, k, v, out and
+    their gradients, times (U - 1) / U. T: the tokens of a whole ring, S over the other degree."""
     S, heads, kv_heads, d, itemsize = 64, 8, 4, 16, 2
 
     def sent(ring: int, ulysses: int) -> int:
         context = ContextParallel(Loopback(ring * ulysses), layout=Contiguous(), ulysses=ulysses)
-        q, k, v = (torch.randn(1, h, S, d, dtype=torch.bfloat16, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+        q, k, v = (
+            torch.randn(1, h, S, d, dtype=torch.bfloat16, requires_grad=True) for h in (heads, kv_heads, kv_heads)
+        )
         context.plan(S, Full()).attention(q, k, v).sum().backward()
         return sum(context.driver.counts.bytes.values()) - 128 * sum(context.driver.counts.messages.values())
 
@@ -127,13 +129,15 @@ def test_bits_do_not_depend_on_the_order_of_arrival():
     assert all((found[0][name] == other[name]).all() for other in found[1:] for name in other)
 
 
-def test_bits_across_rings_do_not_depend_on_the_degrees():
-    case = Case(1, 1100, Causal(), Zigzag(), dtype="float32", shape=Shape(1, 4, 2, 8, 8), arguments=Arguments(sinks=True))
-    found = [
-        run_ring(case, inputs(case), ContextParallel(Loopback(r * u), ulysses=u, deterministic="across_rings"))
-        for r, u in ((1, 1), (3, 1), (1, 2), (2, 2))
-    ]
-    assert all(np.array_equal(found[0][name], other[name]) for other in found[1:] for name in other)
+@pytest.mark.parametrize("inner", ["ulysses", "ring"])
+def test_bits_across_rings_depend_on_the_split_of_heads_alone(inner):
+    """Torch's op adds up in another order where it gets fewer heads."""
+    case = Case(
+        1, 1100, Causal(), Zigzag(), dtype="float32", shape=Shape(1, 4, 2, 8, 8), arguments=Arguments(sinks=True)
+    )
+    asked = {"ulysses": 2, "inner": inner, "deterministic": "across_rings"}
+    one, *others = (run_ring(case, inputs(case), ContextParallel(Loopback(2 * r), **asked)) for r in (1, 2, 3))
+    assert all(np.array_equal(one[name], other[name]) for other in others for name in other)
 
 
 def test_sync_steps_changes_nothing():
@@ -172,6 +176,21 @@ def test_explain_says_what_is_exchanged():
 def test_degrees_that_do_not_fit_are_refused(asked, words):
     with pytest.raises(PlanError, match=words):
         ContextParallel(Loopback(4), **asked)
+
+
+def test_auto_takes_what_sends_the_fewest_bytes_and_says_so():
+    many, few = (ContextParallel(Loopback(4), ulysses="auto", heads=heads) for heads in ((32, 32), (8, 1)))
+    assert (many.ring_size, many.ulysses_size, few.ring_size, few.ulysses_size) == (1, 4, 4, 1)
+    q = torch.zeros(1, 32, 16, 4)
+    assert "1 x 4: 384, 2 x 2: 768, 4 x 1: 1.54e+03" in str(many.plan(16, Causal()).explain(q, q, q))
+    for asked in (
+        {"ulysses": "auto"},
+        {"heads": (4, 4)},
+        {"ulysses": "auto", "heads": 4},
+        {"ulysses": "auto", "heads": (4, 3)},
+    ):
+        with pytest.raises(PlanError, match="heads must"):
+            ContextParallel(Loopback(4), **asked)
 
 
 def test_more_ranks_than_heads_are_refused_before_a_message():

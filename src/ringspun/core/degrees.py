@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from ringspun.core.layout.base import chunk_edges
 from ringspun.errors import PlanError
 
 Inner = Literal["ulysses", "ring"]
@@ -97,8 +96,9 @@ class HeadSplit:
 
     def queries(self, ulysses_rank: int) -> tuple[int, int]:
         """Query heads ``[first, last)`` of a rank."""
-        edges = chunk_edges(self.heads, self.degree)
-        return int(edges[ulysses_rank]), int(edges[ulysses_rank + 1])
+        short, longer = divmod(self.heads, self.degree)  # plain integers: compiled calls work this out too
+        first, last = (rank * short + min(rank, longer) for rank in (ulysses_rank, ulysses_rank + 1))
+        return first, last
 
     def keys(self, ulysses_rank: int) -> tuple[int, int]:
         """KV heads ``[first, last)`` that a rank's query heads look at; neighbours may share one."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ringspun.core.checks import Checks
+from ringspun.core.choice_of_degrees import of_ring
 from ringspun.core.degrees import Inner
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.links import Links
@@ -35,7 +36,7 @@ from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.drivers.part import Part
 from ringspun.torch.execution import Options
-from ringspun.torch.groups import driver_and_degrees
+from ringspun.torch.groups import place
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
@@ -56,7 +57,7 @@ class ContextParallel:
         layout: the rule that deals tokens to ranks. route: how blocks travel: a `Route` or its string (``"ring"``,
             ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
             over soonest on `links`.
-        links: a profile of `ringspun bench links`, or its file; the same on every rank.
+        links: a profile of `ringspun bench links` of the whole group, or its file; the same on every rank.
         checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
             and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
@@ -69,8 +70,10 @@ class ContextParallel:
             so that ranks may hold unequal numbers (of a short sequence none), and the route is
             `ringspun.core.route.InOrder`; see docs/trust.md for what it costs.
         ulysses: of the group's ranks, how many split the heads of one share of the sequence (a divisor; at most the
-            number of query heads); the others are rings. See docs/hybrid.md. Default 1, or what the mesh says.
+            number of query heads); the others are rings. "auto": what sends the fewest bytes, or takes the shortest
+            time on `links`. See docs/hybrid.md. Default 1, or what the mesh says.
         inner: whose ranks are neighbours in the group, "ulysses" (the default) or "ring"; a mesh's last axis.
+        heads: for "auto": numbers of query and of key/value heads.
         ring_group, ulysses_group: instead of `group`: this rank's ring, and the ranks that split heads with it.
     Raises:
         PlanError: a group that cannot be used, or a route beside `deterministic`. LayoutError: with `deterministic`, a
@@ -89,8 +92,9 @@ class ContextParallel:
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
-        ulysses: int | None = None,
+        ulysses: int | Literal["auto"] | None = None,
         inner: Inner | None = None,
+        heads: tuple[int, int] | None = None,
         ring_group: dist.ProcessGroup | None = None,
         ulysses_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -102,9 +106,11 @@ class ContextParallel:
         if not isinstance(sync_steps, bool):
             raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
         self.sync_steps = sync_steps
-        self.driver, degrees = driver_and_degrees(
-            group, ulysses=ulysses, inner=inner, ring_group=ring_group, ulysses_group=ulysses_group, timeout_s=timeout_s
-        )
+        links = Links.load(Path(links)) if isinstance(links, str | os.PathLike) else links
+        self.driver, degrees, self.weighed_degrees = place(
+            group, ulysses=ulysses, inner=inner, heads=heads, ring_group=ring_group, ulysses_group=ulysses_group,
+            links=links, timeout_s=timeout_s,
+        )  # fmt: skip
         self.degrees = degrees
         folder = os.environ.get(FOLDER_VARIABLE) or None if log_dir is None else log_dir
         if folder is not None:
@@ -117,6 +123,8 @@ class ContextParallel:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
+        if links is not None:  # of the group: a ring has its own; with degrees to choose, they need not choose a route
+            links = None if ulysses == "auto" and route != "auto" else of_ring(links, degrees)
         chosen = _route(route, deterministic, links)
         self.deterministic = "across_rings" if deterministic else None
         chosen.layout(layout)
@@ -266,7 +274,7 @@ class ContextParallel:
 _keys = itertools.count()
 
 
-def _route(route: Route | str, deterministic: object, links: Links | str | os.PathLike[str] | None) -> Route:
+def _route(route: Route | str, deterministic: object, links: Links | None) -> Route:
     """What `ContextParallel` is given, as a route."""
     if links is not None and (route != "auto" or deterministic):
         raise PlanError("links must come with route='auto', which is chosen by them; got another. Leave one out.")
@@ -280,7 +288,7 @@ def _route(route: Route | str, deterministic: object, links: Links | str | os.Pa
             return parse_route(route) if isinstance(route, str) else route
         if links is None:
             return Ring()
-        return Auto(links if isinstance(links, Links) else Links.load(Path(links)))
+        return Auto(links)
     if route != "auto":
         raise PlanError(
             f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from ringspun.core.choice_of_degrees import WeighedDegrees, choose_degrees
 from ringspun.core.degrees import Degrees, Inner
 from ringspun.core.host import is_integer
+from ringspun.core.links import Links
 from ringspun.errors import PlanError
 from ringspun.torch.drivers import Driver, Gloo, Loopback
 from ringspun.torch.drivers.part import Part
@@ -18,14 +21,35 @@ from ringspun.torch.drivers.part import Part
 AXES = ("ring", "ulysses")
 
 
-def driver_and_degrees(
-    group: Any, *, ulysses: int | None, inner: Inner | None, ring_group: Any, ulysses_group: Any, timeout_s: float
-) -> tuple[Driver, Degrees]:
+class Place(NamedTuple):
+    """Who moves messages, and how its ranks are two degrees; what these were chosen from, if they were."""
+
+    driver: Driver
+    degrees: Degrees
+    weighed: WeighedDegrees = ()
+
+
+def place(
+    group: Any,
+    *,
+    ulysses: int | Literal["auto"] | None,
+    inner: Inner | None,
+    heads: tuple[int, int] | None,
+    ring_group: Any,
+    ulysses_group: Any,
+    links: Links | None,
+    timeout_s: float,
+) -> Place:
     """See `ringspun.torch.ContextParallel`.
 
     Raises:
         PlanError: a group that cannot be used, or degrees that do not fit it.
     """
+    if (ulysses == "auto") != (heads is not None):
+        raise PlanError(
+            f"heads must come with ulysses='auto', which is chosen by them: (query heads, key/value heads); got "
+            f"ulysses={ulysses!r} and heads={heads!r}."
+        )
     if inner not in (None, "ulysses", "ring"):
         raise PlanError(f"inner must be 'ulysses' or 'ring'; got {inner!r}.")
     if ring_group is not None or ulysses_group is not None:
@@ -33,16 +57,21 @@ def driver_and_degrees(
             raise PlanError(
                 "ring_group and ulysses_group must come together, without group, ulysses and inner; got others."
             )
-        return _of_two(ring_group, ulysses_group, timeout_s)
+        return Place(*_of_two(ring_group, ulysses_group, timeout_s))
     if isinstance(group, dist.device_mesh.DeviceMesh) and group.ndim == 2:
         if ulysses is not None or inner is not None:
             raise PlanError("a mesh of two dimensions must come without ulysses and inner; got them. It says both.")
-        return _of_mesh(group, timeout_s)
+        return Place(*_of_mesh(group, timeout_s))
     driver = _driver(group, timeout_s)
+    if ulysses == "auto":
+        if not (isinstance(heads, tuple) and len(heads) == 2 and all(map(is_integer, heads))):
+            raise PlanError(f"heads must be two integers, query heads and key/value heads; got {heads!r}.")
+        weighed = choose_degrees(driver.size, int(heads[0]), int(heads[1]), links=links)
+        return Place(driver, replace(weighed[0][0], inner=inner or "ulysses"), weighed)
     degree = 1 if ulysses is None else ulysses
     if not is_integer(degree) or degree < 1 or driver.size % degree:
         raise PlanError(f"ulysses must divide the group's {driver.size} ranks; got {ulysses!r}.")
-    return driver, Degrees(driver.size // int(degree), int(degree), inner or "ulysses")
+    return Place(driver, Degrees(driver.size // int(degree), int(degree), inner or "ulysses"))
 
 
 def _driver(group: Any, timeout_s: float) -> Driver:

@@ -48,26 +48,25 @@ class HybridPlan(Plan):
             context.driver, context.pool, context.degrees, sides, self._calls.plan_id, context.checks
         )
         self._exchange_handle = EXCHANGES.add(context.key, self._exchange)
-        side = self._exchange.sides_here
+        self._columns, side = self._exchange.columns, self._exchange.sides_here  # a cached property cannot be traced
         self._lengths = [side[0].column_rows, side[1].column_rows, side[0].local_rows, side[1].local_rows]
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_lse: bool, refused: dict[str, object] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        columns = self._exchange.columns
         try:
             inputs.refuse(refused or {})
             q, k, v = inputs.autocast(q, k, v)
             _, _, call = self._checked(q, k, v, asked)
             split = HeadSplit(q.shape[1], k.shape[1], self._context.degrees.ulysses)
-            for u in columns:
+            for u in self._columns:
                 choose(replace(call, heads=held(split, False, u), kv_heads=held(split, True, u)), asked.kernel)
         except Exception as failure:
             self._fail(failure)
             raise
         shares = self._to_heads([q, k, v], ALL, split)
         found: list[Tensor] = []
-        for i, (u, plan) in enumerate(zip(columns, self._plans, strict=True)):
+        for i, (u, plan) in enumerate(zip(self._columns, self._plans, strict=True)):
             q, k, v = shares[3 * i : 3 * i + 3]
             result = plan._attend(q, k, v, _of_heads(asked, split, u), return_lse)
             found += (result,) if isinstance(result, Tensor) else result
@@ -91,7 +90,7 @@ class HybridPlan(Plan):
     def _told(self, kinds: Sequence[Kind], split: HeadSplit) -> tuple[Any, ...]:
         """What the ops are told beside tensors."""
         of_each = [k.keys for k in kinds], [k.message for k in kinds]
-        shared = self._exchange_handle, list(self._exchange.columns), self._lengths
+        shared = self._exchange_handle, list(self._columns), self._lengths
         return *of_each, [split.heads, split.kv_heads, split.degree], *shared
 
     def explain(
@@ -120,7 +119,11 @@ class HybridPlan(Plan):
         cut = _of_heads(Asked(**asked), split, mine)
         found = plan.explain(*some, **{**cut._asdict(), "kernel": kernel}, ring_rank=place)
         bytes_of = exchanged(split, degrees, self._sides, rank, wire_of(q, k, v))
-        return replace(found, exchanged=bytes_of, degrees=str(degrees))
+        words = str(degrees)
+        if self._context.weighed_degrees:
+            costs = ", ".join(f"{d.ring} x {d.ulysses}: {cost:.3g}" for d, cost in self._context.weighed_degrees)
+            words += f" (chosen by bytes or seconds of ring x ulysses: {costs})"
+        return replace(found, exchanged=bytes_of, degrees=words)
 
 
 def _of_heads(asked: Asked, split: HeadSplit, ulysses_rank: int) -> Asked:
