@@ -116,8 +116,8 @@ def test_degrees_are_chosen_by_bytes():
     def costs(*sizes):
         return [(d.ring, d.ulysses, cost) for d, cost in choose_degrees(*sizes)]
 
-    # MHA, bf16, 4 ranks. Exchange of 4: 3/4 of q, k, v, out and gradients, 8 x 32 heads x 2 bytes; ring of 4: 3 blocks of
-    # 32 heads x 16 bytes
+    # MHA, bf16, 4 ranks. Exchange of 4: 3/4 of q, k, v, out and gradients, 8 x 32 heads x 2 bytes; ring of 4: 3 blocks
+    # of 32 heads x 16 bytes
     assert costs(4, 32, 32) == [(1, 4, 384.0), (2, 2, 768.0), (4, 1, 1536.0)]
     assert costs(4, 8, 1) == [(4, 1, 48.0), (2, 2, 72.0), (1, 4, 72.0)]  # one KV head: the ring sends less
     assert [d.ulysses for d, _ in choose_degrees(6, 4, 4)] == [2, 1]  # 3 and 6 do not divide 4 heads
