@@ -20,6 +20,7 @@ PAGES = [
     (DOCS / "trust.md", 26),
     (DOCS / "routes.md", 5),
     (DOCS / "loss.md", 35),
+    (DOCS / "hybrid.md", 14),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

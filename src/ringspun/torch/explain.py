@@ -8,6 +8,8 @@ import numpy as np
 
 from ringspun.core import accounting
 from ringspun.core.choice import Weighed
+from ringspun.core.choice_of_degrees import WeighedDegrees
+from ringspun.core.degrees import Degrees
 from ringspun.core.route.base import Action, MessageColumn, StepColumn
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format, Payload
@@ -65,7 +67,8 @@ class Explanation:
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
             their messages would take, where the route was chosen by links. exchanged: bytes that this rank sends in
-            exchanges of heads for rows, forward and backward. degrees: of the hybrid; "": heads are not split.
+            exchanges of heads for rows, forward and backward. degrees: of the hybrid; None: heads are not split; else
+            all other counts are of its ring. weighed_degrees: what they were chosen from, if they were.
     """
 
     plan: str
@@ -80,7 +83,8 @@ class Explanation:
     ring: Whole
     weighed: Weighed = ()
     exchanged: tuple[int, int] = (0, 0)
-    degrees: str = ""
+    degrees: Degrees | None = None
+    weighed_degrees: WeighedDegrees = ()
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
@@ -89,9 +93,12 @@ class Explanation:
         if self.weighed:
             times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
             lines.append(f"route chosen by its links, messages alone: {times}")
+        if self.weighed_degrees:
+            costs = ", ".join(f"{d.ring} x {d.ulysses}: {cost:.4g}" for d, cost in self.weighed_degrees)
+            lines.append(f"ring x ulysses chosen by what is sent: {costs}")
         if self.degrees:
-            sent = " and ".join(map(_size, self.exchanged))
-            lines.append(f"{self.degrees}: heads for rows, sends {sent} forward and backward; then, in its ring:")
+            forward, backward = map(_size, self.exchanged)
+            lines.append(f"{self.degrees}: exchanges send {forward} forward, {backward} backward")
         lines.append(f"as ring rank {self.ring_rank}:")
         for name, steps, flops in (
             ("forward", self.forward, self.flops[0]),

@@ -119,11 +119,7 @@ class HybridPlan(Plan):
         cut = _of_heads(Asked(**asked), split, mine)
         found = plan.explain(*some, **{**cut._asdict(), "kernel": kernel}, ring_rank=place)
         bytes_of = exchanged(split, degrees, self._sides, rank, wire_of(q, k, v))
-        words = str(degrees)
-        if self._context.weighed_degrees:
-            costs = ", ".join(f"{d.ring} x {d.ulysses}: {cost:.3g}" for d, cost in self._context.weighed_degrees)
-            words += f" (chosen by bytes or seconds of ring x ulysses: {costs})"
-        return replace(found, exchanged=bytes_of, degrees=words)
+        return replace(found, exchanged=bytes_of, degrees=degrees, weighed_degrees=self._context.weighed_degrees)
 
 
 def _of_heads(asked: Asked, split: HeadSplit, ulysses_rank: int) -> Asked:
