@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -104,7 +104,7 @@ class _FeedForward(nn.Module):
         return out
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """Pre-norm, without biases: ``[B, T, C]`` to the same."""
 
     def __init__(self, model: Model, attention: Attention) -> None:
@@ -149,7 +149,7 @@ def largest_degree(strategy: str, model: Model) -> str:
 
 def alone(model: Model) -> float:
     """The loss in one process: what the ranks' losses add up to."""
-    block, x = _made(model, _plain)
+    block, x = made(model, plain)
     return float(_loss(block(x)).detach())
 
 
@@ -158,15 +158,15 @@ def on_rank(rank: int, strategy: str, model: Model) -> Measured:
     ranks = dist.get_world_size()
     torch.set_num_threads(threads_per_rank(ranks))
     if strategy.startswith("tp"):
-        block, x = _made(model, _plain)
+        block, x = made(model, plain)
         cut = strategy == "tp+sp"
-        _parallelised(block, cut)
+        tensor_parallel(block, init_device_mesh("cpu", (ranks,)), cut=cut)
         x = x.chunk(ranks, 1)[rank].clone() if cut else x
         counted: ContextParallel | None = None
     else:
         counted = ContextParallel(ulysses={"ring": 1, "ulysses": ranks, "usp": 2}[strategy])
         plan = counted.plan(model.seq_len, Causal())
-        block, x = _made(model, plan.attention)
+        block, x = made(model, plan.attention)
         x = plan.partition.shard(x, dim=1)
     with peak_memory() as peak:
         _run(block, x)
@@ -182,22 +182,24 @@ def on_rank(rank: int, strategy: str, model: Model) -> Measured:
     return Measured(seconds, peak.bytes, own, _gradient_bytes(block, ranks, strategy), loss)
 
 
-def _made(model: Model, attention: Attention) -> tuple[_Block, Tensor]:
+def made(model: Model, attention: Attention) -> tuple[Block, Tensor]:
+    """A block with this attention and its whole input, the same wherever it is called."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, model.dtype)
-    block = _Block(model, attention).to(dtype)
+    block = Block(model, attention).to(dtype)
     for weight in block.parameters():
         if weight.ndim == 2:
             weight.data.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
     return block, torch.randn(1, model.seq_len, model.width, generator=generator).to(dtype)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in one process."""
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _parallelised(block: _Block, cut: bool) -> None:
-    """Heads and the feed-forward layer cut over all ranks; what is between them too, where the sequence is `cut`."""
+def tensor_parallel(block: Block, mesh: DeviceMesh, *, cut: bool) -> None:
+    """Cut heads and the feed-forward layer over a mesh; what is between them too, where the sequence is `cut`."""
     between = Shard(1) if cut else Replicate()
     whole = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     first, last = ColwiseParallel(input_layouts=Replicate()), RowwiseParallel(output_layouts=between)
@@ -206,10 +208,10 @@ def _parallelised(block: _Block, cut: bool) -> None:
     plan |= {f"feed_forward.{name}": first for name in ("up", "gate")}
     if cut:
         plan |= {"norm_1": SequenceParallel(), "norm_2": SequenceParallel()}
-    parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    parallelize_module(block, mesh, plan)
 
 
-def _run(block: _Block, x: Tensor) -> float:
+def _run(block: Block, x: Tensor) -> float:
     x = x.detach().requires_grad_()
     block.zero_grad(set_to_none=True)
     loss = _loss(block(x))
@@ -226,7 +228,7 @@ def _sent(context: ContextParallel) -> int:
     return sum(n for (sender, _), n in context.driver.counts.bytes.items() if sender == me)
 
 
-def _gradient_bytes(block: _Block, ranks: int, strategy: str) -> float:
+def _gradient_bytes(block: Block, ranks: int, strategy: str) -> float:
     """Of an all-reduce of the gradients of weights that are whole on every rank."""
     whole = [w for name, w in block.named_parameters() if not strategy.startswith("tp") or "norm" in name]
     return 2 * (ranks - 1) / ranks * sum(w.numel() * w.element_size() for w in whole)
