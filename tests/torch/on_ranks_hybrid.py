@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
+import torch
 import torch.distributed as dist
 from on_ranks import PATIENCE_S, caught
 from torch.distributed.device_mesh import init_device_mesh
 
+from ringspun import Causal
 from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel
@@ -52,3 +56,29 @@ def refusals_of_groups(rank: int) -> list[tuple[tuple[str, str], str]]:
         (caught(lambda: ContextParallel(ring_group=row, ulysses_group=row)), "the columns and rows of a grid"),
         (caught(lambda: ContextParallel(dist.group.WORLD, ring_group=row, ulysses_group=row)), "come together"),
     ]
+
+
+TROUBLES = ("late", "batch", "scale", "tokens", "kernel", "gone", "no backward")
+
+
+def in_trouble(rank: int, trouble: str, at: int) -> tuple[str, str, float]:
+    """A second call in which rank `at` alone does otherwise; on a group of its own. What came of it, and when (s)."""
+    group = dist.new_group()
+    cp = ContextParallel(group, ulysses=2, timeout_s=2)
+    plan = cp.plan(64, Causal())
+    q = torch.randn(1, 4, plan.partition.local_tokens, 8, requires_grad=True)
+    plan.attention(q, q, q).sum().backward()
+    odd, start = rank == at, time.monotonic()
+
+    def call() -> None:
+        if odd and trouble == "gone":
+            return
+        if odd and trouble == "late":
+            time.sleep(4)
+        x = torch.cat([q, q]) if odd and trouble == "batch" else q[:, :, 1:] if odd and trouble == "tokens" else q
+        kernel, scale = "none" if odd and trouble == "kernel" else None, 0.3 if odd and trouble == "scale" else None
+        out = plan.attention(x, x, x, kernel=kernel, scale=scale)
+        if not (odd and trouble == "no backward"):
+            out.sum().backward()
+
+    return *caught(call), time.monotonic() - start

@@ -12,13 +12,14 @@ from combinations import cases
 from hard_cases import judged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks_hybrid import GROUPS, in_a_hybrid, refusals_of_groups
+from on_ranks_hybrid import GROUPS, TROUBLES, in_a_hybrid, in_trouble, refusals_of_groups
 
 from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Window, Zigzag
 from ringspun.core.accounting import account, exchanged
 from ringspun.core.degrees import HeadSplit
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Arguments, Case, Shape, inputs
+from ringspun.testing.pool import RankPool
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.execution import wire_of
@@ -224,3 +225,21 @@ def test_processes_equal_one_thread(pools, how):
 def test_groups_that_are_no_grid_are_refused_on_every_rank(pools):
     for found in pools(4).run(refusals_of_groups, timeout_s=60):
         assert all(name == "PlanError" and words in text for (name, text), words in found)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_rank_that_does_otherwise_is_an_error_on_all_in_time(trouble):
+    """Also on those that share neither a ring nor an exchange with it; it is never a hang or a wrong number."""
+    with RankPool(4) as pool:
+        found = pool.run(in_trouble, trouble, 3, timeout_s=60)
+    own = {"tokens": "ShapeError", "kernel": "KernelRefused"}.get(trouble)
+    if own:
+        assert found[3][0] == own
+    if trouble not in ("gone", "no backward"):
+        assert found[3][0] != "nothing"
+    for name, words, seconds in found[:3]:
+        assert name in ("PeerError", "TransferError", "RingBroken"), words
+        assert seconds < (7 if trouble == "late" else 5)
+    assert not own or any(own in words for _, words, _ in found[:3])

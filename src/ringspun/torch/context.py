@@ -34,9 +34,8 @@ from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
-from ringspun.torch.drivers.part import Part
 from ringspun.torch.execution import Options
-from ringspun.torch.groups import place
+from ringspun.torch.groups import drivers_of_rings, place
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan, check_schedules
@@ -133,8 +132,8 @@ class ContextParallel:
         self.geometry = Geometry(degrees.ring, here, layout, chosen, split)
         asked: dict[str, Any] = {"layout": layout, "route": route, "links": links, "checks": checks}
         asked |= {"sync_steps": sync_steps, "deterministic": deterministic}
-        columns = sorted({degrees.place(rank)[1] for rank in self.driver.ring_ranks}) if split else ()
-        self.rings = tuple(ContextParallel(Part(self.driver, degrees.column(u)), **asked) for u in columns)
+        rings = drivers_of_rings(self.driver, degrees, timeout_s) if split else ()
+        self.rings = tuple(ContextParallel(ring, **asked) for ring in rings)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
         self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to

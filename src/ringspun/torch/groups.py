@@ -16,7 +16,7 @@ from ringspun.core.host import is_integer
 from ringspun.core.links import Links
 from ringspun.errors import PlanError
 from ringspun.torch.drivers import Driver, Gloo, Loopback
-from ringspun.torch.drivers.part import Part
+from ringspun.torch.drivers.part import CountsOfPart, Part
 
 AXES = ("ring", "ulysses")
 
@@ -100,6 +100,29 @@ def _driver(group: Any, timeout_s: float) -> Driver:
     return Gloo(group, timeout_s=timeout_s)
 
 
+def drivers_of_rings(driver: Driver, degrees: Degrees, timeout_s: float) -> tuple[Driver, ...]:
+    """A driver for each ring of a hybrid that this process plays. Collective, at first.
+
+    A loopback's are parts of it. Processes get a group for each ring: what the ranks of one agree on, those of another
+    need not, and an agreement by messages would meet other messages when a rank alone asks for it.
+    """
+    columns = sorted({degrees.place(rank)[1] for rank in driver.ring_ranks})
+    rings = [degrees.column(u) for u in columns]
+    if len(driver.ring_ranks) == driver.size or degrees.ring == 1:
+        return tuple(Part(driver, ring) for ring in rings)
+    order = driver.ranks if isinstance(driver, Part) else tuple(range(driver.size))
+    whole = driver.whole if isinstance(driver, Part) else driver
+    if not isinstance(whole, Gloo):
+        raise PlanError(f"ulysses must come with a group, a mesh or a Loopback; got {type(driver).__name__}.")
+    world, (ring,) = dist.get_process_group_ranks(whole.group), rings
+    made = _over([world[order[rank]] for rank in ring], whole.group, timeout_s)
+    of_group = made.whole if isinstance(made, Part) else made
+    assert isinstance(of_group, Gloo)
+    made.counts = of_group.counts = CountsOfPart(driver.counts, ring)
+    of_group.breaks, whole.breaks = (whole,), (*whole.breaks, of_group)
+    return (made,)
+
+
 def _of_mesh(mesh: dist.device_mesh.DeviceMesh, timeout_s: float) -> tuple[Driver, Degrees]:
     names = mesh.mesh_dim_names
     if names is None or sorted(names) != sorted(AXES):
@@ -112,7 +135,7 @@ def _of_mesh(mesh: dist.device_mesh.DeviceMesh, timeout_s: float) -> tuple[Drive
     for name, other in (AXES, AXES[::-1]):
         if sizes[other] == 1:
             return _driver(mesh.get_group(name), timeout_s), degrees
-    return _over(mesh.mesh.flatten().tolist(), str(dist.get_backend(mesh.get_group("ring"))), timeout_s), degrees
+    return _over(mesh.mesh.flatten().tolist(), mesh.get_group("ring"), timeout_s), degrees
 
 
 def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driver, Degrees]:
@@ -133,19 +156,24 @@ def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driv
     for alone, group in ((len(columns) == 1, ring_group), (len(ring) == 1, ulysses_group)):
         if alone:
             return _driver(group, timeout_s), degrees
-    return _over(ranks, str(dist.get_backend(ring_group)), timeout_s), degrees
+    return _over(ranks, ring_group, timeout_s), degrees
 
 
-def _over(ranks: Sequence[int], backend: str, timeout_s: float) -> Driver:
-    """A driver over world ranks, in their order. Collective among them, at first."""
-    ordered = tuple(sorted(ranks))
-    group = _groups.get(ordered)
+def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float) -> Gloo | Part:
+    """A driver over world ranks, in their order, of the kind of a group that is there. Collective among them, at first:
+    there is one group for the same ranks beside the same group, however many contexts are made."""
+    backend, ordered = str(dist.get_backend(beside)), tuple(sorted(ranks))
+    if "gloo" not in backend:
+        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
+    made = _groups.setdefault(beside, weakref.WeakValueDictionary())
+    group = made.get(ordered)
     if group is None:
         group = dist.new_group(list(ordered), backend=backend, use_local_synchronization=True)
-        _groups[ordered] = group
-    driver = _driver(group, timeout_s)
+        made[ordered] = group
+    driver = Gloo(group, timeout_s=timeout_s)
     return driver if ordered == tuple(ranks) else Part(driver, [ordered.index(rank) for rank in ranks])
 
 
-_groups: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
-"""One group per set of ranks, however many contexts are made of it."""
+_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()

@@ -67,8 +67,8 @@ class HybridPlan(Plan):
         shares = self._to_heads([q, k, v], ALL, split)
         found: list[Tensor] = []
         for i, (u, plan) in enumerate(zip(self._columns, self._plans, strict=True)):
-            q, k, v = shares[3 * i : 3 * i + 3]
-            result = plan._attend(q, k, v, _of_heads(asked, split, u), return_lse)
+            mine = shares[3 * i], shares[3 * i + 1], shares[3 * i + 2]
+            result = plan._attend(*mine, _of_heads(asked, split, u), return_lse)
             found += (result,) if isinstance(result, Tensor) else result
         made = self._to_rows(found, OUT_AND_LSE if return_lse else QUERIES_ALONE, split)
         return (made[0], made[1]) if return_lse else made[0]
