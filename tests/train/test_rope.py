@@ -187,6 +187,10 @@ def test_older_and_other_ways_of_writing() -> None:
     assert from_config(phi) == LongRope(
         short_factor=(1.0,), long_factor=(2.0,), factor=32.0, original_max_position_embeddings=4096
     )
+    both = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    both |= {"original_max_position_embeddings": 64}  # the one beside them wins, in Transformers too
+    config = LlamaConfig(head_dim=8, original_max_position_embeddings=4096, rope_parameters=both)
+    assert isinstance(rope := compare(config, 100), LongRope) and rope.original_max_position_embeddings == 4096
     kinds = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
