@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ringspun import Causal, Contiguous, Documents, Layout, Striped, Zigzag
-from ringspun.errors import RingspunWarning, UnsupportedByRing
+from ringspun.errors import ConfigError, RingspunWarning, UnsupportedByRing
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.train.fixed_rope import FixedRope, fix_rope
 from ringspun.train.rope import Default, Linear, LongRope, Rope, Yarn, from_config
@@ -209,6 +209,8 @@ def test_what_cannot_be_fixed_is_refused_and_left_alone() -> None:
     assert model.model.rotary_emb is own and from_config(model.config) == Default()
     with pytest.raises(UnsupportedByRing, match="model must have rotary embeddings with a rope_type; Linear has none"):
         fix_rope(nn.Linear(2, 2), seq_len=S)
+    with pytest.raises(ConfigError, match=r"seq_len must be a whole number, at least 1; got 0\."):
+        fix_rope(model, seq_len=0)
     gemma = hf.build("gemma3")
     for _ in range(2):
         with pytest.raises(

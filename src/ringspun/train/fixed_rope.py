@@ -20,6 +20,7 @@ from ringspun.integrations.transformers import PLAN_KEYWORD
 from ringspun.integrations.transformers.layers import Choice
 from ringspun.integrations.transformers.probe import Probe
 from ringspun.train.rope import Rope, from_config, head_size_of
+from ringspun.train.rope.base import whole
 from ringspun.train.rotary import turned
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,13 +37,16 @@ def fix_rope(model: M, *, seq_len: int, rope: Rope | None = None) -> M:
 
     Args:
         model: changed in place: its rotary modules are replaced. seq_len: the length that decides (tokens), the same on
-            every rank. rope: another scaling; the model's config is changed to it, so that a saved model has it.
+            every rank: `Partition.position_count`, with `restart=False` where documents are given running positions.
+            rope: another scaling; the model's config is changed to it, so that a saved model has it.
     Returns:
         `model`.
     Raises:
         UnsupportedByRing: no rotary module, or one whose cosines and sines are not those of its config in the usual
-            form; a `rope` that does not fit the model. ConfigError: as `from_config`. The model is then as it was.
+            form; a `rope` that does not fit the model. ConfigError: no length; as `from_config`. The model is then
+            as it was.
     """
+    whole("seq_len", seq_len)
     found = list(_rotary_modules(model))
     if not found:
         raise UnsupportedByRing(f"model must have rotary embeddings with a rope_type; {type(model).__name__} has none.")
