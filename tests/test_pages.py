@@ -19,6 +19,8 @@ PAGES = [
     (DOCS / "testing.md", 20),
     (DOCS / "trust.md", 26),
     (DOCS / "routes.md", 5),
+    (DOCS / "positions.md", 30),
+    (DOCS / "context-schedule.md", 12),
     (DOCS / "loss.md", 35),
     (DOCS / "hybrid.md", 14),
 ]  # and how many examples at least

@@ -3,6 +3,10 @@
     config.py         what a run is, read from TOML
     data.py           text files -> byte tokens -> sequences of joined documents
     contents.py       what is in those files: checksums, compared on resume and when they are read
+    rope/             rotary frequencies of every scaling type, equal to Transformers'
+    rotary.py         cosines, sines and rotations of tensors by them
+    fixed_rope.py     a Hugging Face model's rotations, fixed for a length that all ranks know
+    context_schedule.py  contexts that grow in stages
     model.py          the Llama of a config, and its loss on one rank's shard
     loss.py           a rank's share of the mean loss, in chunks; of several tokens ahead
     targets.py        labels of several tokens ahead, shifted and cut
