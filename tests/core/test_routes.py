@@ -35,7 +35,7 @@ def schedules_of(mask, length, size, layout, route):
 def plans(draw):
     size = draw(st.integers(1, 8))
     inner = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner)]))
+    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), Ring(draw(st.integers(1, 9)))]))
     length = draw(st.integers(0, 32))
     return draw(strategies.masks(length, leaves=3)), length, size, draw(strategies.layouts()), route
 
@@ -198,6 +198,7 @@ def test_inner_must_divide_the_ring():
     ("route", "text", "short"),
     [
         (Ring(), "ring", "Ring()"),
+        (Ring(512), "ring(block_size=512)", "ring(512)"),
         (Direct(), "direct", "direct"),
         (Bidirectional(), "bidirectional", " bidirectional "),
         (DoubleRing(4), "double_ring(inner=4)", "double_ring(4)"),
@@ -214,7 +215,7 @@ def test_routes_from_their_strings(route, text, short):
         ("rnig", "did you mean 'ring'?"),
         ("double_ring", "inner"),
         ("double_ring(0)", "inner must be a number of ranks"),
-        ("ring(2)", "ring"),
+        ("ring(0)", "block_size must be a number of tokens >= 1"),
         ("", "readable"),
     ],
 )
