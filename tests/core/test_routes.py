@@ -189,6 +189,11 @@ def test_inner_must_be_a_number_of_ranks(inner):
         DoubleRing(inner)
 
 
+def test_only_routes_that_cut_shards_have_pieces():
+    assert Direct().pieces(7) == Ring().pieces(7) == Ring(7).pieces(7) == Ring(3).pieces(0) == 1
+    assert (Bidirectional().pieces(7), Ring(3).pieces(7), Ring(1).pieces(7)) == (2, 3, 7)
+
+
 def test_inner_must_divide_the_ring():
     with pytest.raises(PlanError, match="inner must divide the ring's 6 ranks; got 4"):
         schedules_of(Full(), 12, 6, Contiguous(), DoubleRing(4))

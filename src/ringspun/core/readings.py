@@ -2,7 +2,8 @@
 
 A rank's whole shard is a block and tiles are as large as can be (`of_shards`); or what one rank needs of another
 (`of_readers`), or an equal part of what travels (`of_pieces`); or, for routes that fix the order of every sum, a block
-is a unit of the grid and no tile crosses its lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
+is a unit of the grid and no tile crosses its lines (`of_units`). A route says which it wants
+(`ringspun.core.route.base.Cutting`).
 """
 
 from __future__ import annotations

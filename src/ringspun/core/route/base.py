@@ -142,7 +142,7 @@ class Route(ABC):
         return Cutting.SHARDS
 
     def pieces(self, longest: int) -> int:
-        """Into how many blocks it cuts what travels of each rank, of which most is `longest` rows (`Cutting.PIECES`)."""
+        """Into how many blocks it cuts what travels of each rank, at most `longest` rows (`Cutting.PIECES`)."""
         return 1
 
     @property

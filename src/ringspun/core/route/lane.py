@@ -79,9 +79,7 @@ def bring_home(diary: Diary, block: int, peer: int, step: int, after: int = 1) -
     diary.home(step + after, block, diary.receive(Payload.DKV, block, peer, step, step + after))
 
 
-def lane_of(
-    needs: Needs, piece: int, pieces: int, at: Callable[[int], int], *, way: int = 1, home: int = 1
-) -> Lane:
+def lane_of(needs: Needs, piece: int, pieces: int, at: Callable[[int], int], *, way: int = 1, home: int = 1) -> Lane:
     """The lane of one of the `pieces` of every rank (`Cutting.PIECES`), up (1) or down (-1) the ring."""
     assert needs.owners is not None
     size, (reader, block) = needs.size, needs.pairs.T

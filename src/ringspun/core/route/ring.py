@@ -65,7 +65,7 @@ class Ring(Route):
         return 1 if self.block_size is None else max(1, -(-longest // self.block_size))
 
     def __str__(self) -> str:
-        return "ring" if self.block_size is None else super().__str__()
+        return "ring" if self == Ring() else super().__str__()  # what it was before it had an option
 
     def bind(self, needs: Needs) -> BoundRoute:
         if self.block_size is not None:
