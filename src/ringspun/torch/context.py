@@ -35,6 +35,7 @@ from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.execution import Options
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
+from ringspun.torch.pieces import Pieces
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
 
@@ -52,6 +53,10 @@ class ContextParallel:
             ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
             over soonest on `links`.
         links: a profile of `ringspun bench links`, or its file; the same on every rank.
+        block_size: most tokens of a block on its way round the ring: hops go in pieces, one behind the other. None:
+            whole shards. "auto": chosen when a plan is made, by how long earlier calls computed and waited, on
+            all ranks alike; bits change with the number of pieces, so the same inputs may give others later on. See
+            docs/routes.md.
         checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
             and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
@@ -64,8 +69,8 @@ class ContextParallel:
             so that ranks may hold unequal numbers (of a short sequence none), and the route is
             `ringspun.core.route.InOrder`; see docs/trust.md for what it costs.
     Raises:
-        PlanError: a group that cannot be used, or a route beside `deterministic`. LayoutError: with `deterministic`, a
-            layout other than `Contiguous` and `Zigzag`.
+        PlanError: a group that cannot be used, a route beside `deterministic`, or a `block_size` without the ring.
+        LayoutError: with `deterministic`, a layout other than `Contiguous` and `Zigzag`.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class ContextParallel:
         layout: Layout | None = None,
         route: Route | str = "auto",
         links: Links | str | os.PathLike[str] | None = None,
+        block_size: int | Literal["auto"] | None = None,
         checks: str = "header",
         timeout_s: float = 600.0,
         log_dir: str | os.PathLike[str] | None = None,
@@ -101,7 +107,8 @@ class ContextParallel:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
-        chosen = _route(route, deterministic, links)
+        chosen = _route(route, deterministic, links, block_size)
+        self.pieces = Pieces(self.driver) if block_size == "auto" else None
         self.deterministic = "across_rings" if deterministic else None
         chosen.layout(layout)
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
@@ -186,27 +193,39 @@ class ContextParallel:
             )
         made = _schedules(what)
         failure: Exception | None = None
+        route = self.geometry.route
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
             mask = mask_of(made[0].mask if made else what)
             doubts.check(sides, mask)
-            digest = input_digest(sides, mask, self.geometry.route)
+            route = self._route_now(sides, made)
+            digest = input_digest(sides, mask, route)
             key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
             # two classes of masks may write themselves alike; a schedule may be given to another partition than its own
             if plan is None or plan._mask != mask or plan._sides != sides:
-                plan = self._compile(sides, mask, made, digest)
+                plan = self._compile(sides, mask, made, digest, route)
         except Exception as problem:
             failure = problem
-        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(self.geometry.route)}, failure)
+        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(route)}, failure)
         assert plan is not None
+        if self.pieces is not None:  # for the next plan, now that every rank has made this one
+            self.pieces.choose()
         self._plans.use(key, plan, plan.n_bytes)
         return plan
 
-    def _compile(self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes) -> Plan:
-        route, ranks = self.geometry.route, self.geometry.ring_ranks
+    def _route_now(self, sides: Sides, made: tuple[Schedule, ...]) -> Route:
+        """The route of a plan made now; of schedules made elsewhere, which know no choice, their own."""
+        if self.pieces is None:
+            return self.geometry.route
+        return parse_route(made[0].route) if made else self.pieces.route(sides)
+
+    def _compile(
+        self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes, route: Route
+    ) -> Plan:
+        ranks = self.geometry.ring_ranks
         schedules = check_schedules(made, ranks, inputs) if made else compile_schedules(sides, mask, route, ranks)
-        return Plan(self, sides, mask, schedules)
+        return Plan(self, sides, mask, schedules, route)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
@@ -224,8 +243,15 @@ class ContextParallel:
 _keys = itertools.count()
 
 
-def _route(route: Route | str, deterministic: object, links: Links | str | os.PathLike[str] | None) -> Route:
+def _route(
+    route: Route | str,
+    deterministic: object,
+    links: Links | str | os.PathLike[str] | None,
+    block_size: int | str | None,
+) -> Route:
     """What `ContextParallel` is given, as a route."""
+    if block_size is not None:
+        return _ring(route, deterministic, links, block_size)
     if links is not None and (route != "auto" or deterministic):
         raise PlanError("links must come with route='auto', which is chosen by them; got another. Leave one out.")
     if deterministic is not None and deterministic is not False and deterministic != "across_rings":
@@ -244,6 +270,21 @@ def _route(route: Route | str, deterministic: object, links: Links | str | os.Pa
             f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."
         )
     return InOrder()
+
+
+def _ring(route: Route | str, deterministic: object, links: object, block_size: int | str) -> Ring:
+    """The ring, where a block size is given."""
+    given = {"deterministic": deterministic or None, "links": links}
+    given["route"] = None if route in ("auto", "ring", Ring()) else route
+    for name, value in given.items():
+        if value is not None:
+            raise PlanError(
+                f"block_size must come with the ring, the default route without links; got {name}={shown(value, 60)}. "
+                "Leave one out."
+            )
+    if isinstance(block_size, str) and block_size != "auto":
+        raise PlanError(f"block_size must be None, a number of tokens or 'auto'; got {block_size!r}.")
+    return Ring() if isinstance(block_size, str) else Ring(block_size)
 
 
 def _driver(group: Any, timeout_s: float) -> Driver:

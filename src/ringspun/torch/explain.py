@@ -64,7 +64,8 @@ class Explanation:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
-            their messages would take, where the route was chosen by links.
+            their messages would take, where the route was chosen by links. blocks: what of a shard travels at once, and
+            why, in words.
     """
 
     plan: str
@@ -78,6 +79,7 @@ class Explanation:
     peak: accounting.Memory
     ring: Whole
     weighed: Weighed = ()
+    blocks: str = ""
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
@@ -86,6 +88,7 @@ class Explanation:
         if self.weighed:
             times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
             lines.append(f"route chosen by its links, messages alone: {times}")
+        lines += [self.blocks] if self.blocks else []
         lines.append(f"as ring rank {self.ring_rank}:")
         for name, steps, flops in (
             ("forward", self.forward, self.flops[0]),
@@ -110,9 +113,9 @@ class Explanation:
 
 def explain(
     plan: str, ring_rank: int, everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format, call: Call,
-    wanted: str | Kernel | None,
+    wanted: str | Kernel | None, blocks: str,
 ) -> Explanation:  # fmt: skip
-    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks."""
+    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; blocks: in words."""
     found, schedule = verdicts(call, wanted), everybody[ring_rank]
     passes = [s.forward for s in everybody], [s.backward for s in everybody]
     steps = [_steps(schedule, all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
@@ -131,6 +134,7 @@ def explain(
         accounting.memory(schedule, wire),
         _whole(everybody, speeds, wire),
         schedule.weighed,
+        blocks,
     )
 
 
