@@ -17,6 +17,7 @@ from ringspun.cli.options import bounded, integers, one_of, split_list
 from ringspun.core.host import cores
 from ringspun.core.links import Links
 from ringspun.core.mask import Mask
+from ringspun.core.route import Ring, Route
 from ringspun.core.text import parse_layout, parse_mask, parse_route
 from ringspun.errors import RingspunError
 
@@ -48,6 +49,9 @@ def ring(
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
     route: Annotated[str, typer.Option(help="Route.")] = "ring",
+    block_size: Annotated[
+        int | None, typer.Option(help="Most tokens of a travelling block; default: whole shards.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma list.")] = "1",
     pairs: Annotated[int, typer.Option(help="Timed pairs, at least 9.")] = 11,
     sweep: Annotated[
@@ -66,11 +70,12 @@ def ring(
     def wanted() -> list[list[Work]]:
         bounded("pairs", pairs, least=9)
         shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
+        used = _route(route, block_size)
         lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
         batches = integers("batch", batch, least=1)
         if not sweep:
-            return [[_work(r, s, shape, mask, layout, route, b)] for b in batches for s in lengths for r in sizes]
-        return [[_work(r, s, shape, mask, layout, route, b) for s in sorted(lengths)] for b in batches for r in sizes]
+            return [[_work(r, s, shape, mask, layout, used, b)] for b in batches for s in lengths for r in sizes]
+        return [[_work(r, s, shape, mask, layout, used, b) for s in sorted(lengths)] for b in batches for r in sizes]
 
     def measured(works: list[Work]) -> list[dict[str, Any]]:
         rows = []
@@ -122,7 +127,8 @@ def memory(
         sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
         shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
         length = None if seq_len is None else bounded("seq-len", seq_len, least=1)
-        return [_work(r, length or r * local, shape, mask, layout, route) for shape in shapes for r in sizes]
+        used = parse_route(route)
+        return [_work(r, length or r * local, shape, mask, layout, used) for shape in shapes for r in sizes]
 
     rows = measured_rows(wanted, _peaks)
     for row in rows:
@@ -139,7 +145,7 @@ def memory(
 
 
 def _work(
-    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: str, batch: int = 1
+    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: Route, batch: int = 1
 ) -> Work:
     """The work, if a ring can do it on this machine."""
     from ringspun.testing.timing import Work
@@ -157,7 +163,16 @@ def _work(
             f"(batch {batch}, seq-len {seq_len}, heads {heads} and {kv_heads}, head-size {head_size}, {dtype}). "
             "Ask for less."
         )
-    return Work(ranks, seq_len, *shape, _fitting(mask, seq_len), parse_layout(layout), batch, route=parse_route(route))
+    return Work(ranks, seq_len, *shape, _fitting(mask, seq_len), parse_layout(layout), batch, route=route)
+
+
+def _route(text: str, block_size: int | None) -> Route:
+    route = parse_route(text)
+    if block_size is None:
+        return route
+    if route != Ring():
+        raise ValueError(f"block-size must come with --route ring; got {route}. Leave one out.")
+    return Ring(bounded("block-size", block_size, least=1))
 
 
 def _fitting(text: str, seq_len: int) -> Mask:
