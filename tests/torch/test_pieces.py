@@ -106,6 +106,9 @@ def test_schedules_made_elsewhere_keep_their_blocks():
     assert part.plan(context.geometry.schedule(Causal(), 16)).schedule.route == "ring"
     fixed = ContextParallel(Loopback(2), block_size=3)
     assert part.plan(fixed.geometry.schedule(Causal(), 16)).schedule.route == "ring(block_size=3)"
+    direct = ContextParallel(Loopback(2), route="direct").geometry.schedule(Causal(), 16)
+    with pytest.raises(PlanError, match="schedule must be made from this partition's length, layout, route"):
+        part.plan(direct)
 
 
 def ring_in_time(size, tokens=24, **options):
@@ -148,6 +151,13 @@ def test_backward_is_no_slower_in_pieces(size, link_s):
         forward, both = called(context.plan(size * 24, Full()), link_s)
         spent.append(both - forward)
     assert spent[1] <= 1.01 * spent[0], spent
+
+
+def test_gradients_on_their_way_home_hold_nobody_up():
+    """8.94 s where they are waited for in the step after they were sent."""
+    context, called = ring_in_time(3, block_size=6)
+    forward, both = called(context.plan(3 * 24, Full()), 2.0)
+    assert both - forward < 8.8
 
 
 def test_pieces_become_more_when_links_slow_and_one_again_when_they_do_not():

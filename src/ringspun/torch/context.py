@@ -215,10 +215,13 @@ class ContextParallel:
         return plan
 
     def _route_now(self, sides: Sides, made: tuple[Schedule, ...]) -> Route:
-        """The route of a plan made now; of schedules made elsewhere, which know no choice, their own."""
+        """The route of a plan made now; of schedules made elsewhere, which know no choice, their own ring."""
         if self.pieces is None:
             return self.geometry.route
-        return parse_route(made[0].route) if made else self.pieces.route(sides)
+        if not made:
+            return self.pieces.route(sides)
+        theirs = parse_route(made[0].route)
+        return theirs if isinstance(theirs, Ring) else self.geometry.route
 
     def _compile(
         self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes, route: Route
