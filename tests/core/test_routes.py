@@ -35,7 +35,7 @@ def schedules_of(mask, length, size, layout, route):
 def plans(draw):
     size = draw(st.integers(1, 8))
     inner = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner)]))
+    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), Ring(draw(st.integers(1, 9)))]))
     length = draw(st.integers(0, 32))
     return draw(strategies.masks(length, leaves=3)), length, size, draw(strategies.layouts()), route
 
@@ -189,6 +189,11 @@ def test_inner_must_be_a_number_of_ranks(inner):
         DoubleRing(inner)
 
 
+def test_only_routes_that_cut_shards_have_pieces():
+    assert Direct().pieces(7) == Ring().pieces(7) == Ring(7).pieces(7) == Ring(3).pieces(0) == 1
+    assert (Bidirectional().pieces(7), Ring(3).pieces(7), Ring(1).pieces(7)) == (2, 3, 7)
+
+
 def test_inner_must_divide_the_ring():
     with pytest.raises(PlanError, match="inner must divide the ring's 6 ranks; got 4"):
         schedules_of(Full(), 12, 6, Contiguous(), DoubleRing(4))
@@ -198,6 +203,7 @@ def test_inner_must_divide_the_ring():
     ("route", "text", "short"),
     [
         (Ring(), "ring", "Ring()"),
+        (Ring(512), "ring(block_size=512)", "ring(512)"),
         (Direct(), "direct", "direct"),
         (Bidirectional(), "bidirectional", " bidirectional "),
         (DoubleRing(4), "double_ring(inner=4)", "double_ring(4)"),
@@ -214,7 +220,7 @@ def test_routes_from_their_strings(route, text, short):
         ("rnig", "did you mean 'ring'?"),
         ("double_ring", "inner"),
         ("double_ring(0)", "inner must be a number of ranks"),
-        ("ring(2)", "ring"),
+        ("ring(0)", "block_size must be a number of tokens >= 1"),
         ("", "readable"),
     ],
 )

@@ -243,3 +243,15 @@ def test_a_rank_that_does_otherwise_is_an_error_on_all_in_time(trouble):
         assert name in ("PeerError", "TransferError", "RingBroken"), words
         assert seconds < (7 if trouble == "late" else 5)
     assert not own or any(own in words for _, words, _ in found[:3])
+
+
+@pytest.mark.parametrize("block_size", [1, 4, "auto"])
+def test_rings_of_a_hybrid_may_go_in_pieces(block_size):
+    case = Case(2, 30, Causal(), Zigzag())
+    judged(case, run_ring(case, inputs(case), hybrid(case, 2, block_size=block_size)))
+
+
+@pytest.mark.parametrize("route", ["direct", "bidirectional", "double_ring(2)"])
+def test_rings_of_a_hybrid_take_any_route(route):
+    case = Case(4, 30, Causal(), Zigzag())
+    judged(case, run_ring(case, inputs(case), hybrid(case, 2, route=route)))

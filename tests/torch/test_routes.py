@@ -25,7 +25,9 @@ from ringspun.torch.execution import wire_of
 def routed(draw):
     case = draw(cases(most_ranks=8))
     inner = draw(st.sampled_from([d for d in range(1, case.ranks + 1) if case.ranks % d == 0]))
-    return case, draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner)]))
+    pieces = draw(st.integers(1, 5))  # of the longest shard; others may have fewer rows than that
+    ring = Ring(max(1, -(-case.seq_len // case.ranks // pieces)))
+    return case, draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), ring]))
 
 
 @settings(max_examples=150)
@@ -36,7 +38,7 @@ def test_float64_equals_the_oracle_by_every_route(drawn):
     judged(case, run_ring(case, inputs(case), context))
 
 
-ROUTES = (Direct(), Bidirectional(), DoubleRing(2))
+ROUTES = (Direct(), Bidirectional(), DoubleRing(2), Ring(3))
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)

@@ -17,6 +17,7 @@ from ringspun.cli.options import bounded, integers, one_of, split_list
 from ringspun.core.host import cores
 from ringspun.core.links import Links
 from ringspun.core.mask import Mask
+from ringspun.core.route import Ring, Route
 from ringspun.core.text import parse_layout, parse_mask, parse_route
 from ringspun.errors import RingspunError
 
@@ -49,6 +50,9 @@ def ring(
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
     route: Annotated[str, typer.Option(help="Route.")] = "ring",
+    block_size: Annotated[
+        int | None, typer.Option(help="Most tokens of a travelling block; default: whole shards.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma list.")] = "1",
     ulysses: Annotated[str, typer.Option(help="Of the ranks, how many split heads; comma list.")] = "1",
     pairs: Annotated[int, typer.Option(help="Timed pairs, at least 9.")] = 11,
@@ -68,12 +72,13 @@ def ring(
     def wanted() -> list[list[Work]]:
         bounded("pairs", pairs, least=9)
         shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
+        used = _route(route, block_size)
         lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
         batches, degrees = integers("batch", batch, least=1), integers("ulysses", ulysses, least=1)
         asked = [(r, u, b) for b in batches for r in sizes for u in degrees]
 
         def works(r: int, u: int, b: int) -> list[Work]:
-            return [_work(r, s, shape, mask, layout, route, b, u) for s in sorted(lengths)]
+            return [_work(r, s, shape, mask, layout, used, b, u) for s in sorted(lengths)]
 
         if sweep:
             return [works(*one) for one in asked]
@@ -130,7 +135,8 @@ def memory(
         sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
         shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
         length = None if seq_len is None else bounded("seq-len", seq_len, least=1)
-        return [_work(r, length or r * local, shape, mask, layout, route) for shape in shapes for r in sizes]
+        used = parse_route(route)
+        return [_work(r, length or r * local, shape, mask, layout, used) for shape in shapes for r in sizes]
 
     rows = measured_rows(wanted, _peaks)
     for row in rows:
@@ -147,7 +153,7 @@ def memory(
 
 
 def _work(
-    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: str, batch: int = 1,
+    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: Route, batch: int = 1,
     ulysses: int = 1,
 ) -> Work:  # fmt: skip
     """The work, if a ring can do it on this machine."""
@@ -169,7 +175,16 @@ def _work(
     if ranks % ulysses or ulysses > heads:
         raise ValueError(f"ulysses must divide ranks and be at most heads; got {ulysses}, {ranks} and {heads}.")
     dealt = _fitting(mask, seq_len), parse_layout(layout), batch
-    return Work(ranks, seq_len, *shape, *dealt, route=parse_route(route), ulysses=ulysses)
+    return Work(ranks, seq_len, *shape, *dealt, route=route, ulysses=ulysses)
+
+
+def _route(text: str, block_size: int | None) -> Route:
+    route = parse_route(text)
+    if block_size is None:
+        return route
+    if route != Ring():
+        raise ValueError(f"block-size must come with --route ring; got {route}. Leave one out.")
+    return Ring(bounded("block-size", block_size, least=1))
 
 
 def _fitting(text: str, seq_len: int) -> Mask:

@@ -1,9 +1,9 @@
 """Readings: which keys travel together as a block, who reads which, and the tiles of each reading.
 
 A rank's whole shard is a block and tiles are as large as can be (`of_shards`); or what one rank needs of another
-(`of_readers`), or half of it (`of_halves`); or, for routes that fix the order of every sum, a block is a unit of the
-grid
-and no tile crosses its lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
+(`of_readers`), or an equal part of what travels (`of_pieces`); or, for routes that fix the order of every sum, a block
+is a unit of the grid and no tile crosses its lines (`of_units`). A route says which it wants
+(`ringspun.core.route.base.Cutting`).
 """
 
 from __future__ import annotations
@@ -95,54 +95,68 @@ def of_readers(sides: Sides, cuts: Cuts) -> Readings:
     return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
 
 
-def of_halves(sides: Sides, cuts: Cuts) -> Readings:
-    """The shards, and the two halves of what travels of each."""
+def of_pieces(sides: Sides, cuts: Cuts, count: Callable[[int], int]) -> Readings:
+    """The shards, and the equal parts of what travels of each.
+
+    Args:
+        count: how many parts, where so many rows travel of the rank of which most do.
+    """
     size = sides.keys.ring_size
     shards = needs.unite([needs.travelling(cut) for cut, _ in cuts])
-    half = -(-needs.count(shards, size) // 2)
-    travelling = np.concatenate([needs.whole(sides.keys.tokens), _halved(shards, half, size)])
-    owners = np.append(np.arange(size), np.repeat(np.arange(size), 2))
-    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
-    owner, reader = np.divmod(needed[:, needs.OWNER], size)
-    first = needs.place_among(shards, owner, needed[:, needs.ROW0])
-    last = needs.place_among(shards, owner, needed[:, needs.ROW1] - 1)
-    low, high = first < half[owner], last >= half[owner]
-    pairs = np.concatenate(
-        [np.stack([reader, size + 2 * owner + which], axis=1)[some] for which, some in enumerate((low, high))]
-    )
+    rows = needs.count(shards, size)
+    n = count(int(rows.max(initial=0)))
+    edges = -(-rows[:, None] * np.arange(n + 1) // n)  # the first parts are the larger ones
+    travelling = np.concatenate([needs.whole(sides.keys.tokens), _in_pieces(shards, edges)])
+    owners = np.append(np.arange(size), np.repeat(np.arange(size), n))
 
     def of_rank(ring_rank: int) -> Read:
         found = []
         for tiles, source, batch_rows in _built(cuts, ring_rank):
             away = source != ring_rank
             needs.number_anew(tiles, source, away, shards)
-            parts = [(tiles[~away], source[~away]), *_cut_in_two(tiles[away], source[away], half, size)]
+            parts = [(tiles[~away], source[~away]), *_cut_at(edges, tiles[away], source[away])]
             cut, block = (np.concatenate(some) for some in zip(*parts, strict=True))
             found += [(_of_batch_rows(cut, some), block) for some in batch_rows]
         return _joined(found, ring_rank)
 
+    pairs = _met_in_pieces(needs.unite([needs.by_reader(cut) for cut, _ in cuts]), shards, edges)
     return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
 
 
-def _halved(shards: needs.Travelling, half: Indices, size: int) -> needs.Travelling:
-    """The rows of each shard that travel, as blocks of the first `half` and of the rest."""
+def _met_in_pieces(needed: Indices, shards: needs.Travelling, edges: Indices) -> Indices:
+    """Who reads which piece, of who needs which rows (`needs.by_reader`)."""
+    size, n = len(edges), edges.shape[1] - 1
+    owner, reader = np.divmod(needed[:, needs.OWNER], size)
+    first = needs.place_among(shards, owner, needed[:, needs.ROW0])[:, None]
+    last = needs.place_among(shards, owner, needed[:, needs.ROW1] - 1)[:, None]
+    which, piece = np.nonzero((first < edges[owner, 1:]) & (last >= edges[owner, :-1]))
+    return np.stack([reader[which], size + n * owner[which] + piece], axis=1)
+
+
+def _in_pieces(shards: needs.Travelling, edges: Indices) -> needs.Travelling:
+    """The rows of each shard that travel, as blocks between its edges."""
+    size, n = len(edges), edges.shape[1] - 1
     owner, row0, row1 = shards.T
-    edge = np.clip(row0 + half[owner] - needs.place_among(shards, owner, row0), row0, row1)
-    low = np.stack([size + 2 * owner, row0, edge], axis=1)
-    high = np.stack([size + 2 * owner + 1, edge, row1], axis=1)
-    return needs.unite([low, high])
+    at = np.clip(row0[:, None] + edges[owner] - needs.place_among(shards, owner, row0)[:, None], *_columns(row0, row1))
+    blocks = size + n * owner[:, None] + np.arange(n)
+    return needs.unite([np.stack([blocks, at[:, :-1], at[:, 1:]], axis=2).reshape(-1, 3)])
 
 
-def _cut_in_two(tiles: tl.Tiles, source: Indices, half: Indices, size: int) -> list[tuple[tl.Tiles, Indices]]:
-    """Tiles that count the rows of a shard that travel, as tiles of its halves."""
-    edge = half[source]
-    low, high = tiles.copy(), needs.shift_keys(tiles, -edge)
-    low[:, tl.K1] = np.minimum(low[:, tl.K1], edge)
-    high[:, tl.K0] = np.maximum(high[:, tl.K0], 0)
+def _columns(*tables: Indices) -> list[Indices]:
+    return [table[:, None] for table in tables]
+
+
+def _cut_at(edges: Indices, tiles: tl.Tiles, source: Indices) -> list[tuple[tl.Tiles, Indices]]:
+    """Tiles that count the rows of a shard that travel, as tiles of its pieces."""
+    size, n = len(edges), edges.shape[1] - 1
     found = []
-    for which, part in enumerate((low, high)):
+    for piece in range(n):
+        start, stop = edges[source, piece], edges[source, piece + 1]
+        part = needs.shift_keys(tiles, -start)
+        part[:, tl.K0] = np.maximum(part[:, tl.K0], 0)
+        part[:, tl.K1] = np.minimum(part[:, tl.K1], stop - start)
         real = (part[:, tl.K0] < part[:, tl.K1]) & (tl.count_pairs(part) > 0)
-        found.append((part[real], size + 2 * source[real] + which))
+        found.append((part[real], size + n * source[real] + piece))
     return found
 
 
@@ -209,6 +223,6 @@ def of_route(route: Route, sides: Sides, cuts: Cuts) -> Readings:
     """Those that a route wants."""
     if route.cutting == Cutting.UNITS:
         return of_units(sides, cuts, route.grid)
-    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers, Cutting.HALVES: of_halves}[route.cutting](
-        sides, cuts
-    )
+    if route.cutting == Cutting.PIECES:
+        return of_pieces(sides, cuts, route.pieces)
+    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers}[route.cutting](sides, cuts)

@@ -25,7 +25,7 @@ from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.links import Links
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
-from ringspun.core.route import Auto, InOrder, Ring, Route
+from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import parse_route, shown
 from ringspun.errors import PlanError
@@ -38,8 +38,10 @@ from ringspun.torch.execution import Options
 from ringspun.torch.groups import drivers_of_rings, place
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
+from ringspun.torch.pieces import Pieces
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
+from ringspun.torch.routing import route_of
 from ringspun.torch.ulysses import hybrid_plan
 
 KEPT_READY = 4
@@ -57,6 +59,10 @@ class ContextParallel:
             ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
             over soonest on `links`.
         links: a profile of `ringspun bench links` of the whole group, or its file; the same on every rank.
+        block_size: most tokens of a block on its way round the ring: hops go in pieces, one behind the other. None:
+            whole shards. "auto": chosen when a plan is made, by how long earlier calls computed and waited, on
+            all ranks alike; bits change with the number of pieces, so the same inputs may give others later on. See
+            docs/routes.md.
         checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
             and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
@@ -75,8 +81,8 @@ class ContextParallel:
         heads: for "auto": numbers of query and of key/value heads.
         ring_group, ulysses_group: instead of `group`: this rank's ring, and the ranks that split heads with it.
     Raises:
-        PlanError: a group that cannot be used, or a route beside `deterministic`. LayoutError: with `deterministic`, a
-            layout other than `Contiguous` and `Zigzag`.
+        PlanError: a group that cannot be used, a route beside `deterministic`, or a `block_size` without the ring.
+        LayoutError: with `deterministic`, a layout other than `Contiguous` and `Zigzag`.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class ContextParallel:
         layout: Layout | None = None,
         route: Route | str = "auto",
         links: Links | str | os.PathLike[str] | None = None,
+        block_size: int | Literal["auto"] | None = None,
         checks: str = "header",
         timeout_s: float = 600.0,
         log_dir: str | os.PathLike[str] | None = None,
@@ -124,16 +131,20 @@ class ContextParallel:
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
         if links is not None:  # of the group: a ring has its own; with degrees to choose, they need not choose a route
             links = None if ulysses == "auto" and route != "auto" else of_ring(links, degrees)
-        chosen = _route(route, deterministic, links)
+        chosen = route_of(route, deterministic, links, block_size)
+        self.pieces = Pieces(self.driver) if block_size == "auto" else None
         self.deterministic = "across_rings" if deterministic else None
         chosen.layout(layout)
         split = degrees if degrees.ulysses > 1 else None
         here = tuple(sorted({degrees.place(rank)[0] for rank in self.driver.ring_ranks}))
         self.geometry = Geometry(degrees.ring, here, layout, chosen, split)
         asked: dict[str, Any] = {"layout": layout, "route": route, "links": links, "checks": checks}
+        asked |= {"block_size": block_size}
         asked |= {"sync_steps": sync_steps, "deterministic": deterministic}
         rings = drivers_of_rings(self.driver, degrees, timeout_s) if split else ()
         self.rings = tuple(ContextParallel(ring, **asked) for ring in rings)
+        for ring in self.rings:
+            ring.pieces = self.pieces  # chosen by all of the group's ranks, for all of its rings
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
         self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
@@ -230,31 +241,47 @@ class ContextParallel:
             )
         made = _schedules(what)
         failure: Exception | None = None
+        route = self.geometry.route
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
             mask = mask_of(made[0].mask if made else what)
             doubts.check(sides, mask)
-            digest = input_digest(sides, mask, self.geometry.route)
+            route = self._route_now(sides, made)
+            digest = input_digest(sides, mask, route)
             key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
             # two classes of masks may write themselves alike; a schedule may be given to another partition than its own
             if plan is None or plan._mask != mask or plan._sides != sides:
-                plan = self._compile(sides, mask, made, digest)
+                plan = self._compile(sides, mask, made, digest, route)
         except Exception as problem:
             failure = problem
-        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(self.geometry.route)}, failure)
+        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(route)}, failure)
         assert plan is not None
+        if self.pieces is not None:  # for the next plan, now that every rank has made this one
+            self.pieces.choose()
         self._plans.use(key, plan, plan.n_bytes)
         return plan
 
-    def _compile(self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes) -> Plan:
-        route, ranks = self.geometry.route, self.geometry.ring_ranks
-        rings = sides.of_rings
+    def _route_now(self, sides: Sides, made: tuple[Schedule, ...]) -> Route:
+        """The route of a plan made now; of schedules made elsewhere, which know no choice, their own ring."""
+        if self.pieces is None:
+            return self.geometry.route
+        if not made:
+            return self.pieces.route(sides.of_rings)
+        theirs = parse_route(made[0].route)
+        return theirs if isinstance(theirs, Ring) else self.geometry.route
+
+    def _compile(
+        self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes, route: Route
+    ) -> Plan:
+        ranks, rings = self.geometry.ring_ranks, sides.of_rings
         if made:
             schedules = check_schedules(made, ranks, inputs if rings == sides else input_digest(rings, mask, route))
         else:
             schedules = compile_schedules(rings, mask, route, ranks)
-        return hybrid_plan(self, sides, mask, schedules) if self.rings else Plan(self, sides, mask, schedules)
+        if self.rings:
+            return hybrid_plan(self, sides, mask, schedules, route)
+        return Plan(self, sides, mask, schedules, route)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
@@ -271,28 +298,6 @@ class ContextParallel:
 
 
 _keys = itertools.count()
-
-
-def _route(route: Route | str, deterministic: object, links: Links | None) -> Route:
-    """What `ContextParallel` is given, as a route."""
-    if links is not None and (route != "auto" or deterministic):
-        raise PlanError("links must come with route='auto', which is chosen by them; got another. Leave one out.")
-    if deterministic is not None and deterministic is not False and deterministic != "across_rings":
-        raise PlanError(
-            f"deterministic must be None or 'across_rings'; got {deterministic!r}. The same inputs on the same ring "
-            "give the same bits in any case."
-        )
-    if not deterministic:
-        if route != "auto":
-            return parse_route(route) if isinstance(route, str) else route
-        if links is None:
-            return Ring()
-        return Auto(links)
-    if route != "auto":
-        raise PlanError(
-            f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."
-        )
-    return InOrder()
 
 
 def _schedules(what: Any) -> tuple[Schedule, ...]:

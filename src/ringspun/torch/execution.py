@@ -15,6 +15,7 @@ from ringspun.core.partition import Sides
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 from ringspun.errors import NotDifferentiable, RingspunError
+from ringspun.steplog.meter import Meter
 from ringspun.torch import ring, sharding, shares
 from ringspun.torch.bias import FunctionRule, RankBias, Rule
 from ringspun.torch.buffers import BufferPool, in_lines
@@ -44,6 +45,7 @@ class Calls:
 
     Args:
         sync_steps: whether all ranks finish a step before the next.
+        meters: measure forward calls, one per rank, if they do.
         agreed: facts of the last call that all ranks agreed on, by topic.
     """
 
@@ -54,6 +56,7 @@ class Calls:
     plan_id: int
     checks: Checks
     sync_steps: bool = False
+    meters: Sequence[Meter | None] = ()
     agreed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -106,10 +109,13 @@ class Calls:
         number, state.calls = state.calls, state.calls + 1
         phase, sums = 0 if of is None else 1 + of, self.checks.sums(number)
         jobs = []
-        for schedule, tiles, log in zip(self.schedules, self._tiles, state.logs, strict=True):
+        meters = (None,) * len(self.schedules) if phase or not self.meters else self.meters
+        for schedule, tiles, log, meter in zip(self.schedules, self._tiles, state.logs, meters, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, schedule)
             ids = self.plan_id, number, phase, log, self.sync_steps
-            jobs.append(ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids, sums))
+            jobs.append(
+                ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids, sums, meter)
+            )
         return jobs
 
     def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, schedule: Schedule) -> RankBias:

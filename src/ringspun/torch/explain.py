@@ -66,9 +66,10 @@ class Explanation:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
-            their messages would take, where the route was chosen by links. exchanged: bytes that this rank sends in
-            exchanges of heads for rows, forward and backward. degrees: of the hybrid; None: heads are not split; else
-            all other counts are of its ring. weighed_degrees: what they were chosen from, if they were.
+            their messages would take, where the route was chosen by links. blocks: what of a shard travels at once, and
+            why, in words. exchanged: bytes that this rank sends in exchanges of heads for rows, forward and backward.
+            degrees: of the hybrid; None: heads are not split; else all other counts are of its ring.
+            weighed_degrees: what they were chosen from, if they were.
     """
 
     plan: str
@@ -82,6 +83,7 @@ class Explanation:
     peak: accounting.Memory
     ring: Whole
     weighed: Weighed = ()
+    blocks: str = ""
     exchanged: tuple[int, int] = (0, 0)
     degrees: Degrees | None = None
     weighed_degrees: WeighedDegrees = ()
@@ -93,6 +95,7 @@ class Explanation:
         if self.weighed:
             times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
             lines.append(f"route chosen by its links, messages alone: {times}")
+        lines += [self.blocks] if self.blocks else []
         if self.weighed_degrees:
             costs = ", ".join(f"{d.ring} x {d.ulysses}: {cost:.4g}" for d, cost in self.weighed_degrees)
             lines.append(f"ring x ulysses chosen by what is sent: {costs}")
@@ -123,9 +126,9 @@ class Explanation:
 
 def explain(
     plan: str, ring_rank: int, everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format, call: Call,
-    wanted: str | Kernel | None,
+    wanted: str | Kernel | None, blocks: str,
 ) -> Explanation:  # fmt: skip
-    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks."""
+    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; blocks: in words."""
     found, schedule = verdicts(call, wanted), everybody[ring_rank]
     passes = [s.forward for s in everybody], [s.backward for s in everybody]
     steps = [_steps(schedule, all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
@@ -144,6 +147,7 @@ def explain(
         accounting.memory(schedule, wire),
         _whole(everybody, speeds, wire),
         schedule.weighed,
+        blocks,
     )
 
 

@@ -6,7 +6,7 @@ slot that it names, and posts the messages that it names (`ringspun.core.route.b
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format, Header, Payload
 from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
+from ringspun.steplog.meter import Meter
 from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers.base import RankProgram, Together, Transfer
@@ -42,7 +43,7 @@ class Job:
         plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
             backward 1 + the number of the forward call that it belongs to.
         log: this rank's. sync_steps: whether all ranks finish a step before the next.
-        sums: whether messages carry checksums.
+        sums: whether messages carry checksums. meter: measures the call, if one does.
     """
 
     schedule: Schedule
@@ -58,6 +59,7 @@ class Job:
     log: StepLog
     sync_steps: bool
     sums: bool
+    meter: Meter | None = None
 
     @property
     def parts(self) -> list[slice]:
@@ -156,7 +158,8 @@ class _Mail:
             for key, rows in one.slot_rows(job.schedule.travelling_tokens).items()
         }
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
-        self.note = partial(job.log.note, job.call, job.phase)
+        note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
+        self.note = note if job.meter is None else job.meter.hearing(note)
         self.note(What.CALL)
 
     def post(self, step: int, moment: Moment) -> Flow:

@@ -18,6 +18,7 @@ from ringspun.core.accounting import exchanged
 from ringspun.core.degrees import HeadSplit
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
+from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule
 from ringspun.errors import PlanError
 from ringspun.torch import inputs
@@ -41,8 +42,10 @@ class HybridPlan(Plan):
         sides: who of the whole group holds what. plans: of each ring that this process plays.
     """
 
-    def __init__(self, context: Any, sides: Sides, mask: Mask | RowMasks, plans: tuple[Plan, ...]) -> None:
-        super().__init__(context, sides, mask, plans[0].schedules)
+    def __init__(
+        self, context: Any, sides: Sides, mask: Mask | RowMasks, plans: tuple[Plan, ...], route: Route
+    ) -> None:
+        super().__init__(context, sides, mask, plans[0].schedules, route)
         self._plans = plans
         self._exchange = Exchange(
             context.driver, context.pool, context.degrees, sides, self._calls.plan_id, context.checks
@@ -130,11 +133,12 @@ def _of_heads(asked: Asked, split: HeadSplit, ulysses_rank: int) -> Asked:
     return asked._replace(sinks=sinks, bias=bias)
 
 
-def hybrid_plan(context: Any, sides: Sides, mask: Mask | RowMasks, schedules: tuple[Schedule, ...]) -> HybridPlan:
+def hybrid_plan(
+    context: Any, sides: Sides, mask: Mask | RowMasks, schedules: tuple[Schedule, ...], route: Route
+) -> HybridPlan:
     """The plan of a context with two degrees; `schedules`: of the ring ranks that it plays."""
-    return HybridPlan(
-        context, sides, mask, tuple(Plan(ring, sides.of_rings, mask, schedules) for ring in context.rings)
-    )
+    plans = tuple(Plan(ring, sides.of_rings, mask, schedules, route) for ring in context.rings)
+    return HybridPlan(context, sides, mask, plans, route)
 
 
 # -- the ops ---------------------------------------------------------------------------------------------------------

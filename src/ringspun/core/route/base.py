@@ -80,13 +80,14 @@ class Cutting(Enum):
     """What a route calls a block of keys, R the number of ranks (`ringspun.core.blocks`).
 
     SHARDS: block r is the shard of rank r. READERS: so are the first R; each further one is what one rank needs of
-    another's. HALVES: so are the first R; R + 2r and R + 2r + 1 are halves of the rows of rank r that travel.
+    another's. PIECES: so are the first R; of n pieces (`Route.pieces`), R + n * r and the n - 1 that follow it are
+    equal parts, in order, of the rows of rank r that travel.
     UNITS: block n is the n-th unit of the sequence (`Route.grid`).
     """
 
     SHARDS = auto()
     READERS = auto()
-    HALVES = auto()
+    PIECES = auto()
     UNITS = auto()
 
 
@@ -139,6 +140,10 @@ class Route(ABC):
     def cutting(self) -> Cutting:
         """What it calls a block."""
         return Cutting.SHARDS
+
+    def pieces(self, longest: int) -> int:
+        """Into how many blocks it cuts what travels of each rank, at most `longest` rows (`Cutting.PIECES`)."""
+        return 1
 
     @property
     def grid(self) -> int:

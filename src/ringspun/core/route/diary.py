@@ -133,12 +133,17 @@ class Diary:
 
 
 class Written(BoundRoute):
-    """A route whose passes are told by diaries. Backward has a step more, to wait for gradients that come home last."""
+    """A route whose passes are told by diaries."""
 
     @property
     @abstractmethod
     def count(self) -> int:
         """Steps of forward, the same on every rank; 1: nothing travels."""
+
+    @property
+    def tail(self) -> int:
+        """Steps that backward has more, to wait for gradients that come home last."""
+        return 1
 
     @abstractmethod
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
@@ -148,7 +153,7 @@ class Written(BoundRoute):
         return self.write(ring_rank, backward=False).legs(self.count)
 
     def backward(self, ring_rank: int) -> Legs:
-        return self.write(ring_rank, backward=True).legs(self.count + (self.count > 1))
+        return self.write(ring_rank, backward=True).legs(self.count + (self.tail if self.count > 1 else 0))
 
 
 def _moment(payload: Payload) -> Moment:
