@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Causal, Documents, Mask
@@ -243,6 +244,30 @@ def agree_on(batch: Mapping[str, Any], context: ContextParallel) -> None:
     fields |= {"documents": str(batch[DOCUMENT_LENGTHS]), "sequences": str(batch.get("sequences"))}
     text = "\n".join(f"{name}={value}" for name, value in fields.items())
     context.driver.agree("the batch", hashlib.blake2b(text.encode(), digest_size=32).digest(), fields)
+
+
+def check_disjoint(batch: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Compares which sequences the data-parallel ranks hold. Collective over them; one all_gather of 24 bytes.
+
+    Args:
+        batch: this rank's, with as many sequences as everybody's. Those of a stream are told apart by their numbers,
+            others by their tokens. group: one rank of each ring: ``mesh["data"].get_group()``; default: all processes.
+    Raises:
+        DataError: two of them hold the same; on all ranks, naming the two.
+    """
+    numbers = batch.get("sequences", [-1])
+    mine = torch.tensor([numbers[0], len(numbers), int(_digest(batch[INPUT_IDS]), 16) >> 1])
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    seen: dict[int, int] = {}
+    for data_rank, (first, count, digest) in enumerate(row.tolist() for row in rows):
+        for what in range(first, first + count) if first >= 0 else [digest]:
+            if what in seen:
+                raise DataError(
+                    f"data-parallel ranks must read different sequences; ranks {seen[what]} and {data_rank} of the "
+                    "data group hold the same. Give each its own data_rank, its place in the mesh's data axis."
+                )
+            seen[what] = data_rank
 
 
 def _digest(x: Tensor) -> str:

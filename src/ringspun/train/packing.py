@@ -152,8 +152,7 @@ class Pool:
         return number
 
     def take_sequence(self, seq_len: int, *, first: Literal["oldest", "largest"] = "oldest") -> list[tuple[int, Piece]]:
-        """Takes out the pieces of one sequence, none longer than `seq_len`, with their numbers and in the order of their
-        arrival; none if none is left.
+        """Takes out the pieces of one sequence, none longer than `seq_len`: their numbers and they, as they arrived.
 
         After the `first`, always the largest that fits; but where nothing would fit after that one, the two (or the
         one) that leave the smallest gap. Beginning with the oldest bounds how long a piece waits; beginning with the
