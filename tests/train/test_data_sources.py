@@ -162,6 +162,7 @@ def test_an_order_has_every_document_once_and_keeps_blocks_together():
     assert source.order([0, 0]).tolist() == list(orders[0])
     blocks = [i // 3 for i in orders[0]]
     assert sum(a != b for a, b in pairwise(blocks)) == 6
+    assert len({tuple(dict.fromkeys(i // 3 for i in order)) for order in orders[:4]}) == 4  # and blocks in any order
 
 
 def test_a_digest_tells_rows_apart_and_no_others():
