@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 import torch
 from tiny_tokenizers import CHATML, byte_tokenizer
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ringspun import Balanced, Causal, Contiguous, Documents, DocumentZigzag, Layout, Striped, Window, Zigzag
 from ringspun.core import reference
 from ringspun.errors import DataError, PlanError
+from ringspun.integrations.transformers import prepare
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.collate import Collator, chunks, documents_of, to_ring
-from ringspun.train.loss import IGNORED
+from ringspun.train.loss import IGNORED, token_loss
+from ringspun.train.packing import Counts
 from ringspun.train.samples import Encoder
 
 LAYOUTS: list[Layout] = [
@@ -200,6 +204,18 @@ def test_every_field_is_joined_padded_and_dealt_alike():
     assert {p["total_loss_weight"] for p in parts} == {6.0} and {p["num_items_in_batch"] for p in parts} == {3}
 
 
+def test_sequences_chosen_by_somebody_else_are_checked():
+    encoder = Encoder(fields={"kinds": 0})
+    samples = [encoder({"input_ids": [1, 2, 3], "kinds": [0, 0, 1]}), Encoder()([4, 5])]
+    collate = Collator(5, overflow="error", encoder=encoder)
+    with pytest.raises(DataError, match="every document must have the declared field 'kinds'"):
+        collate.batch([samples], Counts())
+    with pytest.raises(DataError, match="documents of a sequence must have at most 4 tokens; got 5"):
+        Collator(4, overflow="error").batch([samples], Counts())
+    padding = collate.batch([samples[:1], []], Counts())
+    assert padding["document_lengths"] == [[3], []] and padding["kinds"].tolist() == [[0, 0, 1, 0, 0], [0] * 5]
+
+
 def test_a_conversation_is_cut_only_by_its_own_policy():
     encoder = Encoder(byte_tokenizer(CHATML))
     talk = {"messages": [{"role": "user", "content": "x" * 50}, {"role": "assistant", "content": "y"}]}
@@ -267,3 +283,26 @@ def test_bad_settings_are_named(arguments, words):
         Collator(8)  # type: ignore[call-arg]
     with pytest.raises(DataError, match="at least one token; got none"):
         Collator(8, overflow="error")([[]])
+
+
+def test_a_model_learns_from_each_document_as_if_it_were_alone():
+    """A packed batch on a ring of 3 against a plain model that gets one document at a time: the loss and a gradient."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)).double()
+    model = prepare(copy.deepcopy(plain))
+    documents = [[(7 * i + 3 * j) % 40 for j in range(n)] for i, n in enumerate((9, 1, 14, 5, 6, 2))]
+    cp = ContextParallel(Loopback(3, seed=2))
+    batch = Collator(20, overflow="error", geometry=cp.geometry)(documents)
+    local, plan = to_ring(batch, cp)
+    logits = model(local["input_ids"], position_ids=local["position_ids"], ringspun_plan=plan).logits
+    loss = token_loss(logits, local["shift_labels"], total_targets=local["num_items_in_batch"])
+    loss.backward()
+    alone = [plain(torch.tensor([tokens])).logits[0, :-1] for tokens in documents]
+    targets = torch.tensor([t for tokens in documents for t in tokens[1:]])
+    expected = torch.nn.functional.cross_entropy(torch.cat(alone), targets)
+    expected.backward()
+    assert local["num_items_in_batch"] == len(targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)

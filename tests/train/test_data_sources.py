@@ -62,6 +62,9 @@ def test_json_lines_of_one_file_several_or_a_folder(tmp_path):
         source = open_source(what)
         assert isinstance(source, JsonLines) and rows_of(source) == ROWS
         assert rows_of(pickle.loads(pickle.dumps(source))) == ROWS
+    before = source.digest()
+    write_lines(tmp_path / "a.jsonl", ROWS[1:3])
+    assert open_source(tmp_path).digest() != before
 
 
 def test_bad_json_lines_are_named(tmp_path):
@@ -97,7 +100,10 @@ def test_parquet_of_one_file_several_or_a_folder(tmp_path):
 
 
 def test_bad_parquet_is_named(tmp_path):
-    write_parquet(tmp_path / "empty.parquet", [{"text": "x"}])
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="data must hold at least one row"):
+        open_source(tmp_path / "empty.parquet")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
     with pytest.raises(DataError, match=r"bad\.parquet: data must be a Parquet file"):
         open_source(tmp_path / "bad.parquet")
