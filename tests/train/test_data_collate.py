@@ -204,6 +204,14 @@ def test_every_field_is_joined_padded_and_dealt_alike():
     assert {p["total_loss_weight"] for p in parts} == {6.0} and {p["num_items_in_batch"] for p in parts} == {3}
 
 
+def test_declared_weights_are_there_in_every_batch():
+    encoder = Encoder(fields={"loss_weights": 0})
+    for row in ([1, 2], {"input_ids": [1, 2]}, {"input_ids": [1, 2], "loss_weights": None}):
+        batch = Collator(3, overflow="error", encoder=encoder)([row])
+        assert batch["loss_weights"].tolist() == [[1, 1, 0]] and batch["loss_weights"].dtype == torch.float32
+    assert "loss_weights" not in Collator(3, overflow="error")([[1, 2]])
+
+
 def test_sequences_chosen_by_somebody_else_are_checked():
     encoder = Encoder(fields={"kinds": 0})
     samples = [encoder({"input_ids": [1, 2, 3], "kinds": [0, 0, 1]}), Encoder()([4, 5])]

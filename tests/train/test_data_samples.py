@@ -79,6 +79,8 @@ def test_every_field_of_a_row_comes_along_or_is_refused():
         ({"txt": "a"}, r"exactly one of 'input_ids', 'messages' and 'text'; got \['txt'\]"),
         ({"text": "a", "input_ids": [1]}, "exactly one"),
         ({"text": [1, 2]}, "text must be a string; got list"),
+        ({"text": "a", "labels": [1]}, "labels must come with input_ids, whose tokens they are of; got text"),
+        ({"messages": [], "loss_weights": [1.0]}, "loss_weights must come with input_ids"),
         ("a text", "encoder must have a tokenizer for strings"),
         ([0.5], "input_ids must be one list of integers; got float64"),
         ([[1], [2]], r"got int64, shape \(2, 1\)"),

@@ -7,7 +7,7 @@
 A batch is a dict of
 
     input_ids, labels, position_ids    int64 [B, S]; labels unshifted, -100 on padding and where a row says so
-    loss_weights                       float32 [B, S], where a row has them (1 elsewhere, 0 on padding)
+    loss_weights                       float32 [B, S], where a row has them or they are declared; 0 on padding
     the encoder's declared fields      [B, S]
     document_lengths                   per row, the tokens of each document; padding follows them and belongs to none
     schedules                          of this process's ranks, where the collator knows the ring: the mask's host work,
@@ -122,9 +122,9 @@ class Collator:
     def _pads(self, rows: Sequence[Sequence[Sample]]) -> dict[str, float]:
         pads: dict[str, float] = {INPUT_IDS: self.encoder.pad_id if self.pad_id is None else self.pad_id}
         pads[LABELS] = sharding.IGNORED
-        if any(LOSS_WEIGHTS in sample.fields for row in rows for sample in row):
+        if LOSS_WEIGHTS in self.encoder.fields or any(LOSS_WEIGHTS in one.fields for row in rows for one in row):
             pads[LOSS_WEIGHTS] = 0.0
-        return pads | dict(self.encoder.fields)
+        return dict(self.encoder.fields) | pads
 
     def _join(self, rows: Sequence[Sequence[Sample]], name: str, pad: float) -> Tensor:
         values = [[_values(sample, name) for sample in row] for row in rows]

@@ -67,6 +67,7 @@ class Encoder:
             conversation are taken as they are). `end` defaults to the tokenizer's `eos_token_id`; None: none.
         fields: other fields of rows with `input_ids` that have one value per token, each with its value on padding.
             Undeclared ones are refused; strings, numbers and dicts beside the tokens are metadata and left out.
+            `loss_weights` may be declared too: every batch then has them, 1 where a row has none.
         template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...).
     Raises:
         DataError: a field's name that is taken.
@@ -79,7 +80,7 @@ class Encoder:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        taken = [name for name in self.fields if name in _MADE_HERE]
+        taken = [name for name in self.fields if name in _MADE_HERE and name != LOSS_WEIGHTS]
         if taken:
             raise DataError(f"fields must not be called {taken[0]!r}, which is made here. Rename it in the data.")
         if self.end == "eos":
@@ -134,6 +135,11 @@ class Encoder:
                 f"a row must have exactly one of {INPUT_IDS!r}, {MESSAGES!r} and {TEXT!r}; got {sorted(row)}. "
                 "Rename or remove columns."
             )
+        for name in (LABELS, LOSS_WEIGHTS, *self.fields):
+            if kinds != [INPUT_IDS] and _is_sequence(row.get(name)):
+                raise DataError(
+                    f"{name} must come with input_ids, whose tokens they are of; got {kinds[0]}. Leave it out."
+                )
         if kinds == [TEXT]:
             return self(row[TEXT]) if isinstance(row[TEXT], str) else _refuse_text(row[TEXT])
         if kinds == [MESSAGES]:
@@ -150,14 +156,14 @@ class Encoder:
             if not np.isfinite(made[LOSS_WEIGHTS]).all():
                 raise DataError("loss_weights must be finite numbers; got NaN or Inf.")
         for name, values in row.items():
-            if name in self.fields:
+            if name in self.fields and name != LOSS_WEIGHTS:
                 made[name] = np.asarray(values)
             elif name not in _MADE_HERE and _is_sequence(values):
                 raise DataError(
                     f"{name} must be declared to be packed with the tokens; it was not. "
                     f"Write Encoder(..., fields={{{name!r}: <its value on padding>}}), or remove it from the rows."
                 )
-        missing = [name for name in self.fields if name not in made]
+        missing = [name for name in self.fields if name not in made and name != LOSS_WEIGHTS]
         if missing:
             raise DataError(f"every row must have the declared fields; got one without {missing[0]!r}.")
         _check_left_out(row, len(tokens))
