@@ -15,6 +15,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [
     (TOUR, 30),
     (DOCS / "attention.md", 20),
+    (DOCS / "data.md", 20),
     (DOCS / "huggingface.md", 24),
     (DOCS / "testing.md", 20),
     (DOCS / "trust.md", 26),

@@ -2,6 +2,12 @@
 
     config.py         what a run is, read from TOML
     data.py           text files -> byte tokens -> sequences of joined documents
+    sources.py        documents by index: lists, text files, JSON lines, Parquet, data sets
+    samples.py        a row -> tokens and labels, every field alike
+    conversations.py  messages -> tokens, by chat template; the assistant's are learnt
+    packing.py        which documents make one sequence, and what becomes of those that are too long
+    collate.py        documents -> the batch of a language model -> one rank's shard and plan
+    stream.py         all documents as one resumable stream of sequences
     contents.py       what is in those files: checksums, compared on resume and when they are read
     rope/             rotary frequencies of every scaling type, equal to Transformers'
     rotary.py         cosines, sines and rotations of tensors by them
