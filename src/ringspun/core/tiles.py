@@ -85,14 +85,14 @@ def _coalesce(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[n
     Two disjoint tiles are one exactly when their hull holds as many pairs as both together.
     """
     by_query, by_key = (K0, Q0), (Q0, K0)
-    settled, keys = 0, by_query
-    while settled < 2:  # first all keys of the same queries: results of other queries need no merging
-        order = np.lexsort((*(tiles[:, c] for c in keys), source))
-        tiles, source = tiles[order], source[order]
-        tiles, source, joined = _join_neighbours(tiles, source)
-        settled = 0 if joined else settled + 1
-        if not joined:
-            keys = by_key if keys == by_query else by_query
+    joined = True
+    while joined:  # all keys of the same queries first: what is left apart then has nothing to be merged with
+        tiles, source, joined = _join_neighbours(tiles, source, by_query, of_same_queries=True)
+    settled = 0
+    while settled < 2:
+        for keys in (by_query, by_key):
+            tiles, source, joined = _join_neighbours(tiles, source, keys)
+            settled = 0 if joined else settled + 1
     return _sorted(tiles, source)
 
 
@@ -101,13 +101,20 @@ def _sorted(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.
     return tiles[order], source[order]
 
 
-def _join_neighbours(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64], bool]:
+def _join_neighbours(
+    tiles: Tiles, source: NDArray[np.int64], keys: tuple[int, int], *, of_same_queries: bool = False
+) -> tuple[Tiles, NDArray[np.int64], bool]:
+    """Neighbours in the order of some columns, the last counting first, joined in pairs."""
+    order = np.lexsort((*(tiles[:, c] for c in keys), source))
+    tiles, source = tiles[order], source[order]
     if len(tiles) < 2:
         return tiles, source, False
     a, b = tiles[:-1], tiles[1:]
     hull = np.where(np.isin(np.arange(8), (B0, Q0, K0, LO)), np.minimum(a, b), np.maximum(a, b))
     pairs = count_pairs(tiles)
     same = (source[:-1] == source[1:]) & (a[:, B0] == b[:, B0]) & (a[:, B1] == b[:, B1])
+    if of_same_queries:
+        same &= (a[:, Q0] == b[:, Q0]) & (a[:, Q1] == b[:, Q1])
     joins = same & (count_pairs(hull) == pairs[:-1] + pairs[1:])
     # of a chain of joins take every other one: a tile can be joined once per round
     start = np.flatnonzero(joins & ~np.append(False, joins[:-1]))
