@@ -1,5 +1,5 @@
-"""Direct, bidirectional, double ring and all-gather, played out for all ranks: right blocks, no slot overwritten, every gradient
-home once, and as many bytes as they promise."""
+"""Direct, bidirectional, double ring and all-gather, played out for all ranks: right blocks, no slot overwritten, every
+gradient home once, and as many bytes as they promise."""
 
 from __future__ import annotations
 
@@ -328,7 +328,9 @@ def test_heads_of_strides_are_all_heads_and_the_last_are_left_out():
             parts = [heads_of(i, strides, kv_heads) for i in range(strides)]
             assert [h for one in parts for h in range(*one.indices(kv_heads))] == list(range(kv_heads))
             sizes = [one.stop - one.start for one in parts]
-            assert max(sizes[:kv_heads], default=0) - min(sizes[:kv_heads], default=0) <= 1 and not any(sizes[kv_heads:])
+            assert max(sizes[:kv_heads], default=0) - min(sizes[:kv_heads], default=0) <= 1 and not any(
+                sizes[kv_heads:]
+            )
     wire = Format(1, 6, 3, 4, 4, "float64", 8, 8)
     assert [(wire.of_stride(i, 4).heads, wire.of_stride(i, 4).kv_heads) for i in range(4)] == [(2, 1)] * 3 + [(0, 0)]
 

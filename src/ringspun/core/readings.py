@@ -1,8 +1,9 @@
 """Readings: which keys travel together as a block, who reads which, and the tiles of each reading.
 
 A rank's whole shard is a block and tiles are as large as can be (`of_shards`); or what one rank needs of another
-(`of_readers`), put together for tiles as large as can be (`of_gathered`), or half of it (`of_halves`); or, for routes
-that fix the order of every sum, a block is a unit of the grid and no tile crosses its lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
+(`of_readers`), perhaps put together for tiles as large as can be (`of_gathered`), or half of it (`of_halves`); or, for
+routes that fix the order of every sum, a block is a unit of the grid and no tile crosses its lines (`of_units`). A
+route says which it wants (`ringspun.core.route.base.Cutting`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ BatchRows = Sequence[tuple[int, int]]
 Cuts = Sequence[tuple[Cut, BatchRows]]
 """Each different mask's cut, with the ranges of batch rows that it holds for."""
 Gathered = NDArray[np.int64]
-"""Rows ``[n, 4]`` of (block, first, one past the last, place): ranges of rows of blocks, counted among those that travel,
-and where each begins in what a rank puts together of them, in its order."""
+"""Rows ``[n, 4]`` of (block, first, one past the last, place): ranges of rows of blocks, counted among those that
+travel, and where each begins in what a rank puts together of them, in its order."""
 BLOCK, FIRST, LAST, PLACE, ROW = range(5)
 Read = tuple[tl.Tiles, Indices, Indices]
 """Tiles of one rank, and the reader and the block of each."""
@@ -138,7 +139,10 @@ def of_gathered(sides: Sides, cuts: Cuts) -> Readings:
         def placed(tiles: tl.Tiles, k_run: Indices) -> tuple[tl.Tiles, Indices]:
             if not len(table):
                 return tiles, np.full(len(tiles), ring_rank)
-            at = np.searchsorted(start[order], sides.keys.runs[k_run, RANK] * needs.FAR + tiles[:, tl.K0], side="right") - 1
+            at = (
+                np.searchsorted(start[order], sides.keys.runs[k_run, RANK] * needs.FAR + tiles[:, tl.K0], side="right")
+                - 1
+            )
             shift = (table[:, PLACE] - table[:, ROW])[order][at]
             return needs.shift_keys(tiles, shift), np.full(len(tiles), len(owners))
 

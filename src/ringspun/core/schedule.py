@@ -71,7 +71,8 @@ class Pass:
 
     @property
     def pairs(self) -> NDArray[np.int64]:
-        """Allowed pairs per step and head that it computes: of one batch row; of all rows together where each has its own mask."""
+        """Allowed pairs per step and head that it computes: of one batch row; of all rows together where each has its
+        own mask."""
         counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles) * tl.rows(self.tiles)))
         return np.diff(counts[self.tile_offsets])
 

@@ -10,7 +10,7 @@ from ringspun.core import accounting
 from ringspun.core.choice import Weighed
 from ringspun.core.route.base import NONE, Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Payload
+from ringspun.core.wire import Format
 from ringspun.torch.kernels import Call, Kernel, verdicts
 
 
@@ -21,7 +21,8 @@ class Step:
     Args:
         source: ring rank that owns the keys, -1: several at once; with ``deterministic="across_rings"`` the unit that
             they are.
-        tiles: of this rank. pairs: allowed ones, one head of those that it computes (and one batch row, unless rows have their own masks).
+        tiles: of this rank. pairs: allowed ones, of one head that it computes (and one batch row, unless rows have
+            their own masks).
         imbalance: most over mean pairs among all ranks (of unequal `speeds`: of the time they take).
         sent_bytes, received_bytes: posted at this step, headers included.
     """
@@ -98,8 +99,8 @@ class Explanation:
             )
             lines.append("  step  keys of  tiles        pairs  most/mean       sends    receives")
             lines += [
-                f"  {i:4}  {'several' if s.source < 0 else s.source:>7}  {s.tiles:5}  {s.pairs:11,}  {s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  "
-                f"{_size(s.received_bytes):>10}"
+                f"  {i:4}  {'several' if s.source < 0 else s.source:>7}  {s.tiles:5}  {s.pairs:11,}  "
+                f"{s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  {_size(s.received_bytes):>10}"
                 for i, s in enumerate(steps)
             ]
         lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")

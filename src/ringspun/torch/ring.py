@@ -105,14 +105,17 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
         part = job.part(step, row)
         yield from mail.arrive(step, row, part)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block, mine = job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE])), running.of_heads(part.heads)
+        block, mine = (
+            job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE])),
+            running.of_heads(part.heads),
+        )
         for rows, out, lse in job.kernel.forward(block, part.tiles):
             mine.add(rows, out, lse)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
-        for part in job.parts:
-            running.add_sinks(job.terms.sinks, part)
+        for rows in job.parts:
+            running.add_sinks(job.terms.sinks, rows)
     return running.out.to(q.dtype), running.lse
 
 
@@ -346,9 +349,7 @@ class _Mail:
         payload, slot, block = row[[MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.SOURCE]].tolist()
         return _Held(Payload(payload), pack_slot(slot), block, self._job.kv_heads(row, MessageColumn))
 
-    def _of_step(
-        self, row: Any, payload: Payload, slot: StepColumn, block: StepColumn = StepColumn.SOURCE
-    ) -> _Held:
+    def _of_step(self, row: Any, payload: Payload, slot: StepColumn, block: StepColumn = StepColumn.SOURCE) -> _Held:
         return _Held(payload, int(row[slot]), int(row[block]), self._job.kv_heads(row, StepColumn))
 
     def _wire(self, held: _Held) -> Format:

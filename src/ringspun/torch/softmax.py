@@ -7,6 +7,8 @@ what it is given is a number. Both obey `ringspun.core.softmax`: ``(0, -inf)`` i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -110,7 +112,7 @@ class RunningSoftmax:
         for part in self._parts.values():
             part._filled(last)
         if last > self._fresh:
-            mine = (..., slice(self._fresh, last))
+            mine: Any = (..., slice(self._fresh, last))
             if self._parts:
                 mine = (slice(None), without(self._parts, self.shape[1]), mine[-1])
             lse[mine] = -torch.inf

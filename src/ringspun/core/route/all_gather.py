@@ -5,8 +5,8 @@
     and meanwhile there come     stride 0     stride 1     stride 2
 
 What comes is put together with the rank's own rows, in the order of the sequence, so that a query meets all keys of a
-head at once: under a causal mask and whole chunks in one tile, with nothing to merge. dK and dV of a stride go straight
-back to the owners of the keys, who add them up. The bytes are those of `direct`.
+head at once: under a causal mask in one tile a chunk, with nothing to merge. dK and dV of a stride go straight back to
+the owners of the keys, who add them up. The bytes are those of `direct`.
 
 A stride of R parts lies there twice, as it came and put together, and once more packed for others: of R strides, as many
 bytes as three shards. Only the first stride has nothing to hide behind.
@@ -57,7 +57,9 @@ class AllGather(Route):
     def __post_init__(self) -> None:
         n = self.strides
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise PlanError(f"strides must be a number of parts of the KV heads >= 1; got {n!r}. None: as many as ranks.")
+            raise PlanError(
+                f"strides must be a number of parts of the KV heads >= 1; got {n!r}. None: as many as ranks."
+            )
 
     @property
     def cutting(self) -> Cutting:
