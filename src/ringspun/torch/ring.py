@@ -114,8 +114,8 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
-        for rows in job.parts:
-            running.add_sinks(job.terms.sinks, rows)
+        for own in job.parts:
+            running.add_sinks(job.terms.sinks, own)
     return running.out.to(q.dtype), running.lse
 
 

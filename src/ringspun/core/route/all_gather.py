@@ -8,8 +8,8 @@ What comes is put together with the rank's own rows, in the order of the sequenc
 head at once: under a causal mask in one tile a chunk, with nothing to merge. dK and dV of a stride go straight back to
 the owners of the keys, who add them up. The bytes are those of `direct`.
 
-A stride of R parts lies there twice, as it came and put together, and once more packed for others: of R strides, as many
-bytes as three shards. Only the first stride has nothing to hide behind.
+A stride of R parts lies there twice, as it came and put together, and once more packed for others: of R strides, as
+many bytes as three shards. Only the first stride has nothing to hide behind.
 Source: Llama 3 (arXiv 2407.21783), section 3.3.2, there with all heads at once.
 """
 
