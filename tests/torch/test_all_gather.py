@@ -101,8 +101,7 @@ def test_a_function_of_positions_gives_a_bias_of_each_head():
 
 @pytest.mark.parametrize("route", ["all_gather", "all_gather(2)", "all_gather(1)"])
 def test_no_more_is_alive_than_is_said(route):
-    """What one rank of four allocates in forward and backward; the other ranks' are counted alike and all live in this
-    process."""
+    """All four ranks are in this process; q, k and v were there before."""
     context = ContextParallel(Loopback(4), layout=Zigzag(), route=route)
     plan = context.plan(2048, Causal())
     x = [torch.randn(1, 4, 2048, 32).requires_grad_() for _ in range(3)]
@@ -110,8 +109,7 @@ def test_no_more_is_alive_than_is_said(route):
     with peak_memory() as peak:
         plan.attention(*x).sum().backward()
     said = sum(accounting.memory(s, wire).total for s in plan.schedules)
-    workspace = 4 * 2**20
-    assert peak.bytes <= said + workspace
+    assert peak.bytes <= said - sum(t.nbytes for t in x)
 
 
 def test_more_strides_hold_less():
