@@ -282,6 +282,8 @@ def test_tiles_count_all_rows_of_a_ranks_own_shard_and_of_others_those_that_trav
     ring = schedules_of(Window(3), 12, 3, Contiguous(), Ring())[1]
     assert ring.rows_of_tiles(1) == slice(0, None)
     assert ring.rows_of_tiles(0) == ring.travelling_rows(0) == slice(2, 4)
+    part = Partition(12, 3, Contiguous())
+    assert [ring.key_positions(block, part).tolist() for block in (0, 1)] == [[2, 3], [4, 5, 6, 7]]
     own = schedules_of(Window(3), 12, 3, Contiguous(), Direct())[1]
     assert own.rows_of_tiles(1) == slice(0, 4)
 
