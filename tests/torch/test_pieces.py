@@ -13,7 +13,7 @@ from on_ranks_pieces import choose_together
 
 from ringspun import Causal, Contiguous, Documents, Full, Ring, Striped, Window, Zigzag
 from ringspun.core.links import Link, Links
-from ringspun.core.wire import Payload
+from ringspun.core.wire import Format, Payload
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Case, all_masks, inputs
 from ringspun.testing.sleeping import Sleeping
@@ -61,11 +61,13 @@ def test_one_piece_has_the_bits_of_whole_shards_and_every_order_of_arrival_the_s
 def test_buffers_are_those_of_whole_shards_and_a_piece(size, pieces):
     rows = 24
 
+    row = Format(1, 8, 8, 2, 2, "float32", 4, 4)  # 128 bytes of a key and value: messages are whole lines
+
     def held(block_size):
         plan = ContextParallel(Loopback(size), layout=Contiguous(), block_size=block_size).plan(size * rows, Full())
         found = Counter()
-        for (payload, _), n in plan.schedule.backward.slot_rows(plan.schedule.travelling_tokens).items():
-            found[payload] += n
+        for (payload, _), n_bytes in plan.schedule.slot_bytes(plan.schedule.backward, row).items():
+            found[payload] += (n_bytes - 128) // 128
         return found
 
     whole, cut, piece = held(None), held(rows // pieces), rows // pieces

@@ -13,7 +13,7 @@ from on_ranks import other_routes, over_slow_links, run_routes
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core.accounting import account
 from ringspun.core.links import Link, Links
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring
+from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
@@ -27,7 +27,8 @@ def routed(draw):
     inner = draw(st.sampled_from([d for d in range(1, case.ranks + 1) if case.ranks % d == 0]))
     pieces = draw(st.integers(1, 5))  # of the longest shard; others may have fewer rows than that
     ring = Ring(max(1, -(-case.seq_len // case.ranks // pieces)))
-    return case, draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), ring]))
+    gather = AllGather(draw(st.none() | st.integers(1, 4)))
+    return case, draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), ring, gather]))
 
 
 @settings(max_examples=150)
@@ -38,7 +39,7 @@ def test_float64_equals_the_oracle_by_every_route(drawn):
     judged(case, run_ring(case, inputs(case), context))
 
 
-ROUTES = (Direct(), Bidirectional(), DoubleRing(2), Ring(3))
+ROUTES = (Direct(), Bidirectional(), DoubleRing(2), Ring(3), AllGather(), AllGather(2))
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)

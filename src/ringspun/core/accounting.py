@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ringspun.core import tiles as tl
 from ringspun.core.degrees import Degrees, HeadSplit
 from ringspun.core.partition import Sides
-from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.route.base import Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format, Payload, segments
 
@@ -43,19 +43,38 @@ class Account:
 
 def account(one: Pass, wire: Format, *, backward: bool) -> Account:
     """Exact counts of one pass under a wire format."""
-    sends = one.messages[one.messages[:, MessageColumn.ACTION] == Action.SEND]
+    messages = carried(one.messages, wire.kv_heads)
+    sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
     sent: dict[int, int] = {}
     for row in sends:
-        rows = int(row[MessageColumn.ROW1] - row[MessageColumn.ROW0])
         peer = int(row[MessageColumn.PEER])
-        sent[peer] = sent.get(peer, 0) + wire.message_bytes(Payload(row[MessageColumn.PAYLOAD]), rows)
+        sent[peer] = sent.get(peer, 0) + message_bytes(row, wire)
     blocks = sends[sends[:, MessageColumn.PAYLOAD] == Payload.KV]
     every_row = (one.tiles[:, tl.B1] < 0).all()  # else the tiles say themselves which batch rows they are for
     pairs = one.pairs
+    heads = _heads(one, wire)
     d, dv = wire.head_size, wire.value_size
     per_pair = 2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)
-    flops = int(pairs.sum()) * per_pair * wire.heads * (wire.batch if every_row else 1)
+    flops = int(pairs @ heads) * per_pair * (wire.batch if every_row else 1)
     return Account(pairs, flops, len(sends), sent, len(np.unique(blocks[:, MessageColumn.STEP])))
+
+
+def _heads(one: Pass, wire: Format) -> NDArray[np.int64]:
+    """Query heads that each step computes."""
+    strides = one.steps[:, [StepColumn.STRIDE, StepColumn.STRIDES]].tolist()
+    return np.array([wire.of_stride(*stride).heads for stride in strides], np.int64)
+
+
+def computing(one: Pass, wire: Format) -> NDArray[np.bool_]:
+    """Which steps have heads: all, but for strides of more than a call has KV heads."""
+    return _heads(one, wire) > 0
+
+
+def message_bytes(message: NDArray[np.int64], wire: Format) -> int:
+    """Length of a message, header and end mark included."""
+    one = wire.of_stride(*map(int, message[[MessageColumn.STRIDE, MessageColumn.STRIDES]]))
+    rows = int(message[MessageColumn.ROW1] - message[MessageColumn.ROW0])
+    return one.message_bytes(Payload(message[MessageColumn.PAYLOAD]), rows)
 
 
 def wait(passes: Sequence[Pass], speeds: Sequence[float] | None = None) -> float:
@@ -84,7 +103,8 @@ class Memory:
     """Bytes of one rank that are alive at the peak of forward + backward, itemised (kernel workspace excepted).
 
     Args:
-        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: key/value blocks in flight.
+        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: key/value blocks in flight, or put
+            together of such.
         gradient_slots: travelling dK, dV. accumulators: fp32 out (forward) or dq, dk, dv (backward), the larger.
     """
 
@@ -108,8 +128,8 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     tensors = wire.itemsize * 2 * (q * widths + kv * widths)
     accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
     slots = {Payload.KV: 0, Payload.DKV: 0}
-    for (payload, _), rows in schedule.backward.slot_rows(schedule.travelling_tokens).items():
-        slots[payload] += wire.message_bytes(payload, rows)
+    for (payload, _), n_bytes in schedule.slot_bytes(schedule.backward, wire).items():
+        slots[payload] += n_bytes
     return Memory(tensors, 2 * wire.accumulator_itemsize * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
 
 

@@ -1,9 +1,9 @@
 """Readings: which keys travel together as a block, who reads which, and the tiles of each reading.
 
 A rank's whole shard is a block and tiles are as large as can be (`of_shards`); or what one rank needs of another
-(`of_readers`), or an equal part of what travels (`of_pieces`); or, for routes that fix the order of every sum, a block
-is a unit of the grid and no tile crosses its lines (`of_units`). A route says which it wants
-(`ringspun.core.route.base.Cutting`).
+(`of_readers`), perhaps put together for tiles as large as can be (`of_gathered`), or an equal part of what travels
+(`of_pieces`); or, for routes that fix the order of every sum, a block is a unit of the grid and no tile crosses its
+lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringspun.core import needs
 from ringspun.core import tiles as tl
@@ -25,6 +26,10 @@ STAGES_PER_RANK = 4
 BatchRows = Sequence[tuple[int, int]]
 Cuts = Sequence[tuple[Cut, BatchRows]]
 """Each different mask's cut, with the ranges of batch rows that it holds for."""
+Gathered = NDArray[np.int64]
+"""Rows ``[n, 4]`` of (block, first, one past the last, place): ranges of rows of blocks, counted among those that
+travel, and where each begins in what a rank puts together of them, in its order."""
+BLOCK, FIRST, LAST, PLACE, ROW = range(5)
 Read = tuple[tl.Tiles, Indices, Indices]
 """Tiles of one rank, and the reader and the block of each."""
 
@@ -35,12 +40,14 @@ class Readings:
 
     Args:
         travelling: key rows of each block that travel, counted on their owner (`ringspun.core.needs`).
-        needs: who reads what. of_rank: the tiles of one rank's queries.
+        needs: who reads what. of_rank: the tiles of one rank's queries. gathered: what one rank puts together; nothing,
+            where its tiles count rows of the blocks themselves.
     """
 
     travelling: needs.Travelling
     needs: Needs
     of_rank: Callable[[int], Read]
+    gathered: Callable[[int], Gathered] = lambda ring_rank: np.zeros((0, 4), np.int64)
 
 
 def of_shards(sides: Sides, cuts: Cuts) -> Readings:
@@ -75,12 +82,7 @@ def _joined(found: Sequence[tuple[tl.Tiles, Indices]], ring_rank: int) -> Read:
 def of_readers(sides: Sides, cuts: Cuts) -> Readings:
     """The shards, and for every two ranks a block of the rows that one needs of the other."""
     size = sides.keys.ring_size
-    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
-    number, place = np.unique(needed[:, needs.OWNER], return_inverse=True)
-    needed[:, needs.OWNER] = size + place
-    travelling = np.concatenate([needs.whole(sides.keys.tokens), needed])
-    owners, readers = np.append(np.arange(size), number // size), number % size
-    pairs = np.stack([readers, size + np.arange(len(number))], axis=1)
+    number, travelling, wants = _of_each_other(sides, cuts)
 
     def of_rank(ring_rank: int) -> Read:
         found = []
@@ -92,7 +94,63 @@ def of_readers(sides: Sides, cuts: Cuts) -> Readings:
             found += [(_of_batch_rows(tiles, some), block) for some in batch_rows]
         return _joined(found, ring_rank)
 
-    return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
+    return Readings(travelling, wants, of_rank)
+
+
+def _of_each_other(sides: Sides, cuts: Cuts) -> tuple[Indices, needs.Travelling, Needs]:
+    """Blocks of what one rank needs of another, after the shards: the number ``owner * R + reader`` of each, the rows
+    of all blocks, and who reads which."""
+    size = sides.keys.ring_size
+    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
+    number, place = np.unique(needed[:, needs.OWNER], return_inverse=True)
+    needed[:, needs.OWNER] = size + place
+    travelling = np.concatenate([needs.whole(sides.keys.tokens), needed])
+    owners, readers = np.append(np.arange(size), number // size), number % size
+    pairs = np.stack([readers, size + np.arange(len(number))], axis=1)
+    return number, travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners)
+
+
+def of_gathered(sides: Sides, cuts: Cuts) -> Readings:
+    """The blocks of `of_readers`; and tiles that count the rows of a rank's shard and of all that it needs, put
+    together run by run in the order of the sequence: of the block after the last. A rank that needs nothing has its
+    shard alone."""
+    number, travelling, wants = _of_each_other(sides, cuts)
+    size, owners = sides.keys.ring_size, wants.owners
+    assert owners is not None
+
+    def gathered(ring_rank: int) -> Gathered:  # and the row of the owner at which each range begins
+        mine = np.append(np.zeros(size, np.bool_), number % size == ring_rank)
+        if not mine.any():
+            return np.zeros((0, 5), np.int64)
+        mine[ring_rank] = True
+        block, row0, row1 = travelling[mine[travelling[:, needs.OWNER]]].T
+        piece, run, rows = needs.cut_by_runs(sides.keys, owners[block], row0, row1)
+        order = np.lexsort((rows[:, 0], sides.keys.runs[run, START]))
+        block, rows = block[piece[order]], rows[order]
+        first = needs.place_among(travelling, block, rows[:, 0])
+        sizes = rows[:, 1] - rows[:, 0]
+        return np.stack([block, first, first + sizes, np.cumsum(sizes) - sizes, rows[:, 0]], axis=1)
+
+    def of_rank(ring_rank: int) -> Read:
+        table = gathered(ring_rank)
+        start = owners[table[:, BLOCK]] * needs.FAR + table[:, ROW]
+        order = np.argsort(start)
+
+        def placed(tiles: tl.Tiles, k_run: Indices) -> tuple[tl.Tiles, Indices]:
+            if not len(table):
+                return tiles, np.full(len(tiles), ring_rank)
+            at = (
+                np.searchsorted(start[order], sides.keys.runs[k_run, RANK] * needs.FAR + tiles[:, tl.K0], side="right")
+                - 1
+            )
+            shift = (table[:, PLACE] - table[:, ROW])[order][at]
+            return needs.shift_keys(tiles, shift), np.full(len(tiles), len(owners))
+
+        built = [(tl.build(cut, ring_rank, placed), batch_rows) for cut, batch_rows in cuts]
+        found = [(_of_batch_rows(tiles, some), block) for (tiles, block), batch_rows in built for some in batch_rows]
+        return _joined(found, ring_rank)
+
+    return Readings(travelling, wants, of_rank, lambda ring_rank: gathered(ring_rank)[:, :ROW])
 
 
 def of_pieces(sides: Sides, cuts: Cuts, count: Callable[[int], int]) -> Readings:
@@ -225,4 +283,6 @@ def of_route(route: Route, sides: Sides, cuts: Cuts) -> Readings:
         return of_units(sides, cuts, route.grid)
     if route.cutting == Cutting.PIECES:
         return of_pieces(sides, cuts, route.pieces)
-    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers}[route.cutting](sides, cuts)
+    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers, Cutting.GATHERED: of_gathered}[route.cutting](
+        sides, cuts
+    )

@@ -12,7 +12,7 @@ what the header says, and in the place of the length, which the receiver knows, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from math import prod
 
@@ -54,6 +54,16 @@ def segments(shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int]) -> tup
     return tuple(found), offset + END_BYTES
 
 
+def heads_of(stride: int, strides: int, kv_heads: int) -> slice:
+    """The KV heads of one stride: as evenly as it goes, none where there are fewer heads than strides before it.
+
+    >>> [heads_of(i, 3, 8) for i in range(3)], heads_of(2, 3, 2)
+    ([slice(0, 2, None), slice(2, 5, None), slice(5, 8, None)], slice(2, 2, None))
+    """
+    count = min(strides, max(kv_heads, 1))
+    return slice(*(min(i, count) * kv_heads // count for i in (stride, stride + 1)))
+
+
 @dataclass(frozen=True)
 class Format:
     """What all messages of one call agree on; every rank of a ring must hold the same.
@@ -71,6 +81,17 @@ class Format:
     dtype: str
     itemsize: int
     accumulator_itemsize: int
+
+    def of_stride(self, stride: int, strides: int) -> Format:
+        """Of messages that carry one stride of the KV heads."""
+        mine = heads_of(stride, strides, self.kv_heads)
+        return self.of_heads(mine.stop - mine.start)
+
+    def of_heads(self, kv_heads: int) -> Format:
+        """Of messages that carry so many of the KV heads."""
+        if kv_heads == self.kv_heads:
+            return self
+        return replace(self, heads=kv_heads * (self.heads // max(self.kv_heads, 1)), kv_heads=kv_heads)
 
     def segments(self, payload: Payload, rows: int) -> tuple[tuple[int, tuple[int, int, int, int]], ...]:
         """Per segment its byte offset in the message and its shape."""

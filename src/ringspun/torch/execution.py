@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringspun.core.checks import Checks
 from ringspun.core.partition import Sides
-from ringspun.core.schedule import Schedule
+from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.wire import Format
 from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.steplog.meter import Meter
@@ -98,7 +98,7 @@ class Calls:
 
     @cached_property
     def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
-        """Per rank, the tiles of forward's steps and of backward's; one list where they are the same, lowered once."""
+        """Per rank, the tiles of forward's steps and of backward's."""
         return [_step_tiles(s) for s in self.schedules]
 
     def jobs(
@@ -123,8 +123,7 @@ class Calls:
 
         @lru_cache(maxsize=1)
         def keys(block: int) -> Tensor:
-            positions = self.sides.keys.positions(schedule.owner(block))
-            return torch.from_numpy(positions[schedule.rows_of_tiles(block)]).to(q.device)
+            return torch.from_numpy(schedule.key_positions(block, self.sides.keys)).to(q.device)
 
         own = torch.from_numpy(self.sides.queries.positions(schedule.ring_rank)).to(q.device)
         return RankBias(rule, values.to(accumulator_dtype(q.dtype)), own, keys)
@@ -245,12 +244,14 @@ def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
 
 
 def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
-    one, two = schedule.forward, schedule.backward
-    backward = [StepTiles(two.tiles_of(step)) for step in range(len(two))]
-    offsets = two.tile_offsets[: len(one.tile_offsets)]  # backward's extra last steps have none
-    if np.array_equal(one.tiles, two.tiles) and np.array_equal(one.tile_offsets, offsets):
-        return backward, backward
-    return [StepTiles(one.tiles_of(step)) for step in range(len(one))], backward
+    """Of each step of either pass; equal ones are one, lowered once: of both passes, of strides."""
+    kept: dict[bytes, StepTiles] = {}
+
+    def of_pass(one: Pass) -> list[StepTiles]:
+        each = (one.tiles_of(step) for step in range(len(one)))
+        return [kept.setdefault(tiles.tobytes(), StepTiles(tiles)) for tiles in each]
+
+    return of_pass(schedule.forward), of_pass(schedule.backward)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -10,9 +10,9 @@ from ringspun.core import accounting
 from ringspun.core.choice import Weighed
 from ringspun.core.choice_of_degrees import WeighedDegrees
 from ringspun.core.degrees import Degrees
-from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.route.base import NONE, Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Payload
+from ringspun.core.wire import Format
 from ringspun.torch.kernels import Call, Kernel, verdicts
 
 
@@ -21,8 +21,10 @@ class Step:
     """One step of one pass.
 
     Args:
-        source: ring rank that owns the keys; with ``deterministic="across_rings"`` the unit that they are.
-        tiles: of this rank. pairs: allowed ones, one head (and one batch row, unless rows have their own masks).
+        source: ring rank that owns the keys, -1: several at once; with ``deterministic="across_rings"`` the unit that
+            they are.
+        tiles: of this rank. pairs: allowed ones, of one head that it computes (and one batch row, unless rows have
+            their own masks).
         imbalance: most over mean pairs among all ranks (of unequal `speeds`: of the time they take).
         sent_bytes, received_bytes: posted at this step, headers included.
     """
@@ -113,8 +115,8 @@ class Explanation:
             )
             lines.append("  step  keys of  tiles        pairs  most/mean       sends    receives")
             lines += [
-                f"  {i:4}  {s.source:7}  {s.tiles:5}  {s.pairs:11,}  {s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  "
-                f"{_size(s.received_bytes):>10}"
+                f"  {i:4}  {'several' if s.source < 0 else s.source:>7}  {s.tiles:5}  {s.pairs:11,}  "
+                f"{s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  {_size(s.received_bytes):>10}"
                 for i, s in enumerate(steps)
             ]
         lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")
@@ -159,7 +161,7 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
     return Whole(
         accounting.wait(passes, speeds),
         sum(accounting.account(one, wire, backward=False).total_sent_bytes for one in passes),
-        sum(len(one.tiles) for one in passes),
+        sum(int(np.diff(one.tile_offsets)[accounting.computing(one, wire)].sum()) for one in passes),
         (int(everybody[0].tokens.min()), int(everybody[0].tokens.max())),
         everybody[0].route,
     )
@@ -168,15 +170,15 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
 def _steps(schedule: Schedule, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format) -> tuple[Step, ...]:
     balance = accounting.imbalance(everybody, speeds)
     blocks = one.steps[:, StepColumn.SOURCE].tolist()
-    sources = blocks if schedule.grid else [schedule.owner(block) for block in blocks]
+    sources = blocks if schedule.grid else [NONE if b == schedule.whole else schedule.owner(b) for b in blocks]
+    tiles, pairs = np.diff(one.tile_offsets), one.pairs
+    tiles[~accounting.computing(one, wire)] = pairs[~accounting.computing(one, wire)] = 0
     moved = {action: np.zeros(len(one), np.int64) for action in Action}
-    for m in one.messages:
-        rows = int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0])
-        n_bytes = wire.message_bytes(Payload(m[MessageColumn.PAYLOAD]), rows)
-        moved[Action(m[MessageColumn.ACTION])][m[MessageColumn.STEP]] += n_bytes
+    for m in carried(one.messages, wire.kv_heads):
+        moved[Action(m[MessageColumn.ACTION])][m[MessageColumn.STEP]] += accounting.message_bytes(m, wire)
     return tuple(
-        Step(source, len(one.tiles_of(i)), int(pairs), float(balance[i]), *(int(moved[a][i]) for a in Action))
-        for i, (source, pairs) in enumerate(zip(sources, one.pairs, strict=True))
+        Step(source, int(tiles[i]), int(pairs[i]), float(balance[i]), *(int(moved[a][i]) for a in Action))
+        for i, source in enumerate(sources)
     )
 
 

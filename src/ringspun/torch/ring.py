@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, pack_slot
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, carried, pack_slot
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Header, Payload
+from ringspun.core.wire import Format, Header, Payload, heads_of
 from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
 from ringspun.steplog.meter import Meter
@@ -31,6 +31,15 @@ from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum
 
 Flow = Generator[Any, Any, None]
+_NO_TILES = StepTiles(np.zeros((0, 8), np.int64))
+
+
+class Part(NamedTuple):
+    """What a step computes: its tiles, of some query heads and the KV heads that they read."""
+
+    tiles: StepTiles
+    heads: slice
+    kv_heads: slice
 
 
 @dataclass(frozen=True)
@@ -72,10 +81,21 @@ class Job:
         schedule = self.schedule
         return schedule.owner(int(row[StepColumn.SOURCE])) if len(self.tiles[step].tiles) else schedule.ring_rank
 
-    def block(self, step: int, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
-        """Local queries and the block `source`, of a step."""
-        bias = None if self.bias is None or not len(self.tiles[step].tiles) else self.bias.block(source)
-        return Block(q, *keys, self.terms.scale, self.terms.softcap, bias)
+    def part(self, step: int, row: Any) -> Part:
+        """What a step computes."""
+        kv = self.kv_heads(row, StepColumn)
+        group = self.wire.heads // max(self.wire.kv_heads, 1)
+        tiles = self.tiles[step] if kv.start < kv.stop else _NO_TILES
+        return Part(tiles, slice(kv.start * group, kv.stop * group), kv)
+
+    def kv_heads(self, row: Any, column: type[StepColumn] | type[MessageColumn]) -> slice:
+        """The KV heads of a step or of a message."""
+        return heads_of(int(row[column.STRIDE]), int(row[column.STRIDES]), self.wire.kv_heads)
+
+    def block(self, part: Part, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
+        """Local queries and the block `source`."""
+        bias = None if self.bias is None or not len(part.tiles.tiles) else self.bias.block(source, part.heads)
+        return Block(q[:, part.heads], *keys, self.terms.scale, self.terms.softcap, bias)
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
@@ -84,17 +104,20 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     mail = _Mail(job, one, (k, v))
     running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
     for step, row in enumerate(one.steps):
-        yield from mail.wait(step, Moment.BEFORE)
-        yield from mail.post(step, Moment.BEFORE)
+        part = job.part(step, row)
+        yield from mail.arrive(step, row, part)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
-        for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
-            running.add(rows, out, lse)
+        block, mine = (
+            job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE])),
+            running.of_heads(part.heads),
+        )
+        for rows, out, lse in job.kernel.forward(block, part.tiles):
+            mine.add(rows, out, lse)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
-        for part in job.parts:
-            running.add_sinks(job.terms.sinks, part)
+        for own in job.parts:
+            running.add_sinks(job.terms.sinks, own)
     return running.out.to(q.dtype), running.lse
 
 
@@ -107,29 +130,31 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
-        yield from mail.wait(step, Moment.BEFORE)
-        yield from mail.post(step, Moment.BEFORE)
+        part = job.part(step, row)
+        yield from mail.arrive(step, row, part)
         arrived = False
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
-        for g in job.kernel.backward(block, saved, job.tiles[step]):
+        block = job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE]))
+        mine, (dk, dv) = dq.of_heads(part.heads), (x.of_heads(part.kv_heads) for x in own)
+        for g in job.kernel.backward(block, saved.heads(part.heads), part.tiles):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
                 yield from mail.wait(step, Moment.AFTER)
                 away = mail.gradients(row)
                 arrived = True
-            dq.add(g.q_rows, g.dq)
+            mine.add(g.q_rows, g.dq)
             if away is None:
-                own[0].add(g.k_rows, g.dk)
-                own[1].add(g.k_rows, g.dv)
+                dk.add(g.k_rows, g.dk)
+                dv.add(g.k_rows, g.dv)
             else:
                 away[0][g.k_rows.batch, :, g.k_rows.tokens] += g.dk
                 away[1][g.k_rows.batch, :, g.k_rows.tokens] += g.dv
-            if g.dbias is not None:
-                dbias[g.q_rows.tokens.start // grid if grid else 0] += g.dbias
+            if g.dbias is not None and job.bias is not None:
+                share = dbias[g.q_rows.tokens.start // grid if grid else 0]
+                job.bias.rule.part(share, part.heads)[1].add_(g.dbias)
         if not arrived:
             yield from mail.wait(step, Moment.AFTER)
             mail.gradients(row)
-        mail.bring_home(row, own)
+        mail.bring_home(step, row, own)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
@@ -146,6 +171,15 @@ class _Posted(NamedTuple):
     expected: list[tuple[Tensor, Header, int]]
 
 
+class _Held(NamedTuple):
+    """What lies in a slot: some KV heads of a block, or of its gradients."""
+
+    payload: Payload
+    slot: int
+    block: int
+    heads: slice
+
+
 class _Mail:
     """One rank's buffers and messages during one pass."""
 
@@ -154,17 +188,23 @@ class _Mail:
         self._me = job.schedule.ring_rank
         self._device = own[0].device
         self._slots = {
-            key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in one.slot_rows(job.schedule.travelling_tokens).items()
+            key: job.pool.lease(n_bytes, self._device)
+            for key, n_bytes in job.schedule.slot_bytes(one, job.wire).items()
         }
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
         self.note = note if job.meter is None else job.meter.hearing(note)
         self.note(What.CALL)
 
+    def arrive(self, step: int, row: Any, part: Part) -> Flow:
+        """Wait for what a step computes with, and start the messages of those after it."""
+        yield from self.wait(step, Moment.BEFORE)
+        self._put_together(step, row, part)
+        yield from self.post(step, Moment.BEFORE)
+
     def post(self, step: int, moment: Moment) -> Flow:
         """Start the messages of one step and moment, those together that are waited for together."""
-        rows = self._pass.messages_of(step, moment)
+        rows = carried(self._pass.messages_of(step, moment), self._job.wire.kv_heads)
         for due in np.unique(rows[:, MessageColumn.DUE]).tolist():
             transfers, expected = [], []
             when = moment + len(Moment) * (due - step - 1)
@@ -180,12 +220,12 @@ class _Mail:
         job, step, source = self._job, int(row[MessageColumn.STEP]), int(row[MessageColumn.SOURCE])
         payload, action = Payload(row[MessageColumn.PAYLOAD]), Action(row[MessageColumn.ACTION])
         peer = int(row[MessageColumn.PEER])
-        buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
+        buffer = self._buffer(self._of_message(row))
         header = Header(job.plan_id, job.call, job.phase, payload, step, source, buffer.numel())
         if action == Action.SEND:
             packed = row[MessageColumn.SLOT] <= OWN
             if packed:
-                self._pack(int(row[MessageColumn.SLOT]), source)
+                self._pack(row)
             # gradients, to which every rank adds, get a new checksum
             seal(buffer, header, sums=job.sums, relayed=payload == Payload.KV and not packed)
         else:
@@ -221,35 +261,74 @@ class _Mail:
         for due, moment in sorted(self._open):
             yield from self.wait(due, moment)
 
-    def block(self, step: int, row: Any) -> tuple[Tensor, Tensor]:
+    def block(self, row: Any, part: Part) -> tuple[Tensor, Tensor]:
         """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
-        if len(self._pass.tiles_of(step)) == 0:
+        if len(part.tiles.tiles) == 0:
             return self._own
+        source = int(row[StepColumn.SOURCE])
         if row[StepColumn.SLOT] == OWN:
-            rows = self._indices(self._job.schedule.rows_of_tiles(int(row[StepColumn.SOURCE])))
-            k, v = (x[:, :, rows] for x in self._own)
+            rows = self._indices(self._job.schedule.rows_of_tiles(source))
+            k, v = (x[:, part.kv_heads, rows] for x in self._own)
             return (_copy(k), _copy(v)) if self._job.schedule.grid else (k, v)
-        return self._views(Payload.KV, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
+        return self._views(self._of_step(row, Payload.KV, StepColumn.SLOT))
 
     def gradients(self, row: Any) -> tuple[Tensor, Tensor] | None:
         """Where the gradients of a step's block gather, zeroed where the schedule says that they start here; None for
         the rank's own."""
         if row[StepColumn.GRAD_SLOT] == OWN:
             return None
-        dk, dv = self._views(Payload.DKV, int(row[StepColumn.GRAD_SLOT]), int(row[StepColumn.SOURCE]))
+        dk, dv = self._views(self._of_step(row, Payload.DKV, StepColumn.GRAD_SLOT))
         if row[StepColumn.GRAD_FRESH]:
             dk.zero_()
             dv.zero_()
         return dk, dv
 
-    def bring_home(self, row: Any, own: tuple[RowSum, RowSum]) -> None:
-        """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
-        if row[StepColumn.HOME_SLOT] == NONE:
+    def bring_home(self, step: int, row: Any, own: tuple[RowSum, RowSum]) -> None:
+        """Add what was gathered for this rank's keys, at the step that the schedule names."""
+        if row[StepColumn.HOME_SLOT] != NONE:
+            self._add_home(own, self._of_step(row, Payload.DKV, StepColumn.HOME_SLOT, StepColumn.HOME))
+        for m in self._unpacked(step, Payload.DKV):
+            self._add_home(own, self._of_message(m))
+
+    def _add_home(self, own: tuple[RowSum, RowSum], held: _Held) -> None:
+        for mine, theirs in zip(own, self._views(held), strict=True):
+            home = mine.of_heads(held.heads).sum
+            for rows, place in self._own_rows(held.block):
+                home[:, :, rows] += theirs[:, :, place]
+
+    def _own_rows(self, block: int) -> list[tuple[Any, slice]]:
+        """Which of the rank's own rows a block holds, and where."""
+        schedule = self._job.schedule
+        if block != schedule.whole:
+            return [(self._indices(schedule.travelling_rows(block)), slice(None))]
+        return [(rows, place) for part, rows, place in self._gathered if part == self._me]
+
+    @property
+    def _gathered(self) -> list[tuple[int, slice, slice]]:
+        """Of what is put together: rows of which block, and where they lie in it."""
+        table = self._job.schedule.gathered.tolist()
+        return [(block, slice(a, b), slice(place, place + b - a)) for block, a, b, place in table]
+
+    def _put_together(self, step: int, row: Any, part: Part) -> None:
+        """The block of a step, where it is of several ranks' rows."""
+        whole = self._job.schedule.whole
+        if row[StepColumn.SOURCE] != whole or not len(part.tiles.tiles):
             return
-        block = int(row[StepColumn.HOME])
-        rows = self._indices(self._job.schedule.travelling_rows(block))
-        for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), block), strict=True):
-            mine.sum[:, :, rows] += theirs
+        came = {self._me: [x[:, part.kv_heads] for x in self._own]}
+        for held in map(self._of_message, self._unpacked(step, Payload.KV)):
+            came[held.block] = [*self._views(held)]
+        room = self._views(self._of_step(row, Payload.KV, StepColumn.SLOT))
+        for block, rows, place in self._gathered:
+            for into, x in zip(room, came[block], strict=True):
+                into[:, :, place] = x[:, :, rows]
+
+    def _unpacked(self, step: int, payload: Payload) -> NDArray[np.int64]:
+        """Messages that are waited for at a step and belong elsewhere than in their slot."""
+        m = carried(self._pass.messages, self._job.wire.kv_heads)
+        due = (m[:, MessageColumn.DUE] == step) & (m[:, MessageColumn.PAYLOAD] == payload)
+        comes = (m[:, MessageColumn.ACTION] == Action.RECEIVE) & (m[:, MessageColumn.SLOT] <= OWN)
+        found: NDArray[np.int64] = m[due & comes]
+        return found
 
     def _named(self, block: int) -> str:
         """A block in words: it is a rank's shard, or a part of it."""
@@ -269,20 +348,39 @@ class _Mail:
         )
         check(buffer, header, what, sums=self._job.sums)
 
-    def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
-        return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
+    def _of_message(self, row: NDArray[np.int64]) -> _Held:
+        payload, slot, block = row[[MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.SOURCE]].tolist()
+        return _Held(Payload(payload), pack_slot(slot), block, self._job.kv_heads(row, MessageColumn))
 
-    def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
-        rows = int(self._job.schedule.travelling_tokens[source])
-        dtype = self._own[0].dtype if payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
-        buffer = self._buffer(payload, slot, rows)
-        first, second = views(buffer, self._job.wire.segments(payload, rows), (dtype, dtype))
+    def _of_step(self, row: Any, payload: Payload, slot: StepColumn, block: StepColumn = StepColumn.SOURCE) -> _Held:
+        return _Held(payload, int(row[slot]), int(row[block]), self._job.kv_heads(row, StepColumn))
+
+    def _wire(self, held: _Held) -> Format:
+        return self._job.wire.of_heads(held.heads.stop - held.heads.start)
+
+    def _buffer(self, held: _Held) -> Tensor:
+        n_bytes = self._wire(held).message_bytes(held.payload, self._job.schedule.rows(held.block))
+        return self._slots[held.payload, held.slot][:n_bytes]
+
+    def _views(self, held: _Held) -> tuple[Tensor, Tensor]:
+        dtype = self._own[0].dtype if held.payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
+        segments = self._wire(held).segments(held.payload, self._job.schedule.rows(held.block))
+        first, second = views(self._buffer(held), segments, (dtype, dtype))
         return first, second
 
-    def _pack(self, slot: int, block: int) -> None:
-        rows = self._indices(self._job.schedule.travelling_rows(block))
-        for view, mine in zip(self._views(Payload.KV, slot, block), self._own, strict=True):
-            view.copy_(mine[:, :, rows])
+    def _pack(self, row: NDArray[np.int64]) -> None:
+        """What a message carries: the rank's own keys, or of the step's gradients those of one owner's rows."""
+        held = self._of_message(row)
+        if held.payload == Payload.KV:
+            rows = self._indices(self._job.schedule.travelling_rows(held.block))
+            parts, sources = [(slice(None), rows)], [x[:, held.heads] for x in self._own]
+        else:
+            step = self._pass.steps[row[MessageColumn.STEP]]
+            parts = [(rows, place) for block, rows, place in self._gathered if block == held.block]
+            sources = [*self._views(self._of_step(step, Payload.DKV, StepColumn.GRAD_SLOT))]
+        for view, source in zip(self._views(held), sources, strict=True):
+            for into, rows in parts:
+                view[:, :, into] = source[:, :, rows]
 
 
 def _copy(x: Tensor) -> Tensor:

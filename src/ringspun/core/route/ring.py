@@ -125,6 +125,7 @@ class BoundRing(BoundRoute):
         steps[:, StepColumn.GRAD_FRESH] = 0
         steps[:, StepColumn.HOME_SLOT] = NONE
         steps[:, [StepColumn.HOME, StepColumn.READER]] = ring_rank
+        steps[:, [StepColumn.STRIDE, StepColumn.STRIDES]] = 0, 1
         return steps
 
     def _rows(

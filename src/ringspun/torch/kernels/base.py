@@ -100,6 +100,12 @@ class Saved(NamedTuple):
         dlse = None if self.dlse is None else part(self.dlse)
         return Saved(part(self.out), part(self.lse), part(self.dout), dlse, part(self.delta))
 
+    def heads(self, heads: slice) -> Saved:
+        """The part of some query heads."""
+        out, lse, dout, dlse, delta = self
+        dlse = None if dlse is None else dlse[:, heads]
+        return Saved(out[:, heads], lse[:, heads], dout[:, heads], dlse, delta[:, heads])
+
 
 class Partial(NamedTuple):
     """Attention of some query rows over some keys. `lse` in the accumulators' dtype; every row saw at least one key."""
