@@ -35,6 +35,16 @@ def aligned(n_bytes: int) -> int:
     return -(-n_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
+def buffer_bytes(n_bytes: int) -> int:
+    """The size of a buffer that is made for `n_bytes`, so that other lengths may use it later: header, end mark, and
+    between them a power of two or a quarter, half or three quarters more, hence at most a quarter more than asked for.
+    A block of a power of two of elements fits exactly."""
+    ends = HEADER_BYTES + END_BYTES
+    inner = max(n_bytes - ends, HEADER_BYTES)
+    step = max(HEADER_BYTES, 1 << (inner.bit_length() - 3))
+    return ends + -(-inner // step) * step
+
+
 @dataclass(frozen=True)
 class Format:
     """What all messages of one call agree on; every rank of a ring must hold the same.

@@ -6,7 +6,7 @@ slot that it names, and posts the messages that it names (`ringspun.core.route.b
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ from ringspun.core.wire import Format, Header, Payload
 from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
 from ringspun.torch.bias import RankBias
-from ringspun.torch.buffers import BufferPool
+from ringspun.torch.buffers import BufferPool, Leases
 from ringspun.torch.drivers.base import RankProgram, Together, Transfer
-from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
+from ringspun.torch.kernels.base import Block, Kernel, Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.messages import check, clear, seal, views
 from ringspun.torch.softmax import RunningSoftmax
-from ringspun.torch.sums import RowSum
+from ringspun.torch.sums import RowSum, add_to
 
 Flow = Generator[Any, Any, None]
 
@@ -78,9 +78,9 @@ class Job:
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
-    one = job.schedule.forward
-    mail = _Mail(job, one, (k, v))
-    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
+    one, dtype = job.schedule.forward, accumulator_dtype(q.dtype)
+    mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
+    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), dtype, q.device, leases.room(dtype, q.dtype))
     for step, row in enumerate(one.steps):
         yield from mail.wait(step, Moment.BEFORE)
         yield from mail.post(step, Moment.BEFORE)
@@ -88,20 +88,24 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
+            del out, lse  # not kept while the next are made
+        mail.release(step)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
         for part in job.parts:
             running.add_sinks(job.terms.sinks, part)
-    return running.out.to(q.dtype), running.lse
+    results = running.out.to(q.dtype), running.lse
+    leases.close()
+    return results
 
 
 def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
     """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its shares of the bias's gradient: one, or one per
     unit of queries on a grid. Blocks go round again; their gradients follow them home."""
     one, dtype, grid = job.schedule.backward, accumulator_dtype(q.dtype), job.schedule.grid
-    mail = _Mail(job, one, (k, v))
-    dq, own = RowSum(q, dtype), (RowSum(k, dtype), RowSum(v, dtype))
+    mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
+    dq, *own = (RowSum(x.shape, dtype, leases.room(dtype, x.dtype)) for x in (q, k, v))
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
@@ -112,26 +116,28 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for g in job.kernel.backward(block, saved, job.tiles[step]):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
-                yield from mail.wait(step, Moment.AFTER)
-                away = mail.gradients(row)
+                away = yield from mail.arrive(step, row, own)
                 arrived = True
             dq.add(g.q_rows, g.dq)
-            if away is None:
-                own[0].add(g.k_rows, g.dk)
-                own[1].add(g.k_rows, g.dv)
-            else:
-                away[0][g.k_rows.batch, :, g.k_rows.tokens] += g.dk
-                away[1][g.k_rows.batch, :, g.k_rows.tokens] += g.dv
+            for n, part in enumerate((g.dk, g.dv)):
+                if away is None:
+                    own[n].add(g.k_rows, part)
+                else:
+                    add_to(away[n][g.k_rows.batch, :, g.k_rows.tokens], part)
             if g.dbias is not None:
                 dbias[g.q_rows.tokens.start // grid if grid else 0] += g.dbias
+            del g, part  # not kept while the next are made
         if not arrived:
-            yield from mail.wait(step, Moment.AFTER)
-            mail.gradients(row)
-        mail.bring_home(row, own)
+            away = yield from mail.arrive(step, row, own)
+        if away is not None:
+            mail.bring_home(row, own)
+        mail.release(step)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
-    return dq.sum.to(q.dtype), own[0].sum.to(k.dtype), own[1].sum.to(v.dtype), dbias
+    results = *(x.sum.to(q.dtype) for x in (dq, *own)), dbias
+    leases.close()
+    return results
 
 
 class _Posted(NamedTuple):
@@ -151,10 +157,8 @@ class _Mail:
         self._job, self._pass, self._own = job, one, own
         self._me = job.schedule.ring_rank
         self._device = own[0].device
-        self._slots = {
-            key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in one.slot_rows(job.schedule.travelling_tokens).items()
-        }
+        self._slots: dict[tuple[Payload, int], Tensor] = {}
+        self._slot_rows = one.slot_rows(job.schedule.travelling_tokens)
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         self.note = partial(job.log.note, job.call, job.phase)
         self.note(What.CALL)
@@ -210,9 +214,25 @@ class _Mail:
     def close(self) -> Flow:
         """Wait for everything and give the buffers back."""
         yield from self._wait_for_all()
-        for buffer in self._slots.values():
-            self._job.pool.give_back(buffer)
+        while self._slots:
+            self._job.pool.give_back(self._slots.popitem()[1])
         self.note(What.END)
+
+    def release(self, step: int, third: int = 2) -> None:
+        """Give back the buffers that nothing uses after this part of a step (`Pass.last_uses`)."""
+        for key in [k for k in self._slots if self._pass.last_uses[k] <= 3 * step + third]:
+            self._job.pool.give_back(self._slots.pop(key))
+
+    def arrive(
+        self, step: int, row: Any, own: Sequence[RowSum]
+    ) -> Generator[Any, Any, tuple[Tensor, Tensor] | None]:
+        """Wait for the gradients that are due. Where a step's gather (None: in `own`)."""
+        yield from self.wait(step, Moment.AFTER)
+        away = self.gradients(row)
+        if away is None:
+            self.bring_home(row, own)
+            self.release(step, 1)
+        return away
 
     def _wait_for_all(self) -> Flow:
         for due, moment in sorted(self._open):
@@ -239,14 +259,17 @@ class _Mail:
             dv.zero_()
         return dk, dv
 
-    def bring_home(self, row: Any, own: tuple[RowSum, RowSum]) -> None:
+    def bring_home(self, row: Any, own: Sequence[RowSum]) -> None:
         """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
         if row[StepColumn.HOME_SLOT] == NONE:
             return
         block = int(row[StepColumn.HOME])
         rows = self._indices(self._job.schedule.travelling_rows(block))
         for mine, theirs in zip(own, self._views(Payload.DKV, int(row[StepColumn.HOME_SLOT]), block), strict=True):
-            mine.sum[:, :, rows] += theirs
+            if isinstance(rows, slice):
+                mine.add(Rows(slice(0, None), rows), theirs)
+            else:
+                mine.add_rows(rows, theirs)
 
     def _named(self, block: int) -> str:
         """A block in words: it is a rank's shard, or a part of it."""
@@ -267,7 +290,10 @@ class _Mail:
         check(buffer, header, what, sums=self._job.sums)
 
     def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
-        return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
+        key, wire = (payload, pack_slot(slot)), self._job.wire
+        if key not in self._slots:
+            self._slots[key] = self._job.pool.lease(wire.message_bytes(payload, self._slot_rows[key]), self._device)
+        return self._slots[key][: wire.message_bytes(payload, rows)]
 
     def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, Tensor]:
         rows = int(self._job.schedule.travelling_tokens[source])

@@ -7,12 +7,16 @@ what it is given is a number. Both obey `ringspun.core.softmax`: ``(0, -inf)`` i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ringspun.errors import ShapeError
+from ringspun.torch.buffers import Room
 from ringspun.torch.kernels.base import Rows, accumulator_dtype
+from ringspun.torch.sums import scraps, write_to
 
 
 def merge(
@@ -65,11 +69,17 @@ class RunningSoftmax:
     see numbers laid out as they came, for vector code rounds unlike the rest of a row.
 
     Args:
-        shape: of `out`, ``[..., T, D]``. dtype: of both, fp32 or fp64.
+        shape: of `out`, ``[..., T, D]``. dtype: of both, fp32 or fp64. room: gives the memory of `out`; default: new.
     """
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        room: Room | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.device, self._room = torch.Size(shape), dtype, device, room
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
         self._fresh = 0  # from this row on nothing was added yet, and what comes is written instead of merged
@@ -88,13 +98,16 @@ class RunningSoftmax:
         """Both, with the identity in rows up to `last` (default: all) that nothing was written to."""
         last = self.shape[-2] if last is None else last
         if self._out is None or self._lse is None:
-            self._out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._out = (self._room or self._new)(self.shape, self.dtype)
             self._lse = torch.empty(self.shape[:-1], dtype=self.dtype, device=self.device)
         if last > self._fresh:
             self._out[..., self._fresh : last, :] = 0
             self._lse[..., self._fresh : last] = -torch.inf
             self._fresh = last
         return self._out, self._lse
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(torch.Size(shape), dtype=dtype, device=self.device)
 
     def add(self, rows: Rows | None, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result of some rows (None: all); rows that saw no key are (0, -inf).
@@ -104,21 +117,23 @@ class RunningSoftmax:
         """
         rows = Rows(slice(0, None), slice(0, self.shape[-2])) if rows is None else rows
         first, last = rows.tokens.start, rows.tokens.stop
-        if self._out is None and out.shape == self.shape:
-            self._out, self._lse, self._fresh = out.to(self.dtype).add_(0.0), lse.to(self.dtype).add_(0.0), last
+        if self._out is None and out.shape == self.shape and out.dtype == lse.dtype == self.dtype:
+            self._out, self._lse, self._fresh = out.add_(0.0), lse.add_(0.0), last
             return
         fresh = first >= self._fresh and rows.of_all_batch_rows
-        whole, whole_lse = self._filled(first if fresh else last)
-        mine, mine_lse = whole[rows.batch][..., rows.tokens, :], whole_lse[rows.batch][..., rows.tokens]
+        running, running_lse = self._filled(first if fresh else last)
+        mine, mine_lse = running[rows.batch][..., rows.tokens, :], running_lse[rows.batch][..., rows.tokens]
         if fresh:
-            torch.add(out, 0.0, out=mine)
-            torch.add(lse, 0.0, out=mine_lse)
+            write_to(mine, out)
+            write_to(mine_lse, lse)
             self._fresh = last
             return
         lse, old = lse.to(self.dtype).contiguous(), mine_lse.contiguous()
         # Weights from the difference, not from the total: each is exact relative to itself, and they add up to 1.
         ahead = (lse - old.masked_fill(lse == -torch.inf, 0.0))[..., None]
-        mine.mul_(torch.sigmoid(-ahead)).addcmul_(out.to(self.dtype), torch.sigmoid(ahead))
+        whole = mine, out, torch.sigmoid(-ahead), torch.sigmoid(ahead)
+        for old_out, new_out, keep, take in [whole] if out.dtype == self.dtype else scraps(*whole):
+            old_out.mul_(keep).addcmul_(new_out.to(self.dtype), take)
         mine_lse.copy_(torch.logaddexp(old, lse))
 
     def add_sinks(self, sinks: Tensor, rows: slice) -> None:
