@@ -114,7 +114,7 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     own = one.steps[: len(tiled), StepColumn.GRAD_SLOT] == OWN
     home = one.steps[:, StepColumn.HOME_SLOT] >= 0
     end = 3 * len(one)
-    begins = [_time(tiled, end), min(_time(tiled & own, end), _time(home, end))]
+    begins = [0, min(_time(tiled & own, end), _time(home, end))]
     leases, results = _slots(schedule, wire), []
     if wide == narrow:
         results = [(begins[0], wide * dq), (begins[1], wide * (dk + dv))]
@@ -130,7 +130,9 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
         level = max(level, sum(size for first, last, size in leases if first <= now <= last))
         made = sum(size for first, size in results if first <= now)
         here = one.tiles_of(step) if step < len(tiled) else one.tiles[:0]
-        found = Memory(inputs, out, level, made, narrow * max((_outputs(row, wire) for row in here.tolist()), default=0))
+        found = Memory(
+            inputs, out, level, made, narrow * max((_outputs(row, wire) for row in here.tolist()), default=0)
+        )
         worst = max(worst, found, key=lambda m: m.total)
     return worst
 

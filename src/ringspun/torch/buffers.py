@@ -1,5 +1,5 @@
-"""Memory that outlives a call: a pool of byte buffers for messages and accumulators, leased by classes of sizes, so that
-plans may change every call and none is allocated anew."""
+"""Memory that outlives a call: a pool of byte buffers for messages and accumulators, leased by classes of sizes, so
+that plans may change every call and none is allocated anew."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ringspun.core.wire import buffer_bytes
 
 LATELY = 1024
 SLACK = 2
-LARGER = 1.5
-"""A buffer so many times as large as asked for is left to who needs it: accumulators of queries and of keys often differ
-by small factors."""
+LARGER = 4
+"""A buffer more than so many times as large as asked for is left to others."""
 Room = Callable[[Sequence[int], torch.dtype], Tensor]
 """Gives memory of a shape and dtype, contents undefined."""
 
@@ -26,7 +25,7 @@ class BufferPool:
     """Byte tensors that outlive a call. A buffer is given back only when every message that uses it is done; a call
     that fails keeps its buffers, because somebody may still be writing into them.
 
-    A lease gets the smallest idle buffer that holds it, if that is not half as large again, or a new one of its class
+    A lease gets the smallest idle buffer that holds it, up to four times as large, or a new one of its class
     (`ringspun.core.wire.buffer_bytes`: at most a quarter more). The pool holds at most twice what was leased at once at
     the worst moment of late; what is beyond is dropped, the longest unused first.
 
@@ -48,7 +47,7 @@ class BufferPool:
     def lease(self, n_bytes: int, device: torch.device) -> Tensor:
         """A uint8 tensor of exactly `n_bytes`, contents undefined."""
         asked = buffer_bytes(n_bytes)
-        fitting = [size for where, size in self._idle if where == device and n_bytes <= size < LARGER * asked]
+        fitting = [size for where, size in self._idle if where == device and n_bytes <= size <= LARGER * asked]
         held = min(fitting, default=asked)
         self._peak = max(self._peak, asked + self._leased()[0])
         if fitting:

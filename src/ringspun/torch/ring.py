@@ -83,13 +83,14 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), dtype, q.device, leases.room(dtype, q.dtype))
     for step, row in enumerate(one.steps):
         yield from mail.wait(step, Moment.BEFORE)
+        mail.release(step, 0)
         yield from mail.post(step, Moment.BEFORE)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
         block = job.block(step, q, mail.block(step, row), int(row[StepColumn.SOURCE]))
         for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
             running.add(rows, out, lse)
             del out, lse  # not kept while the next are made
-        mail.release(step)
+        mail.release(step, 2)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
@@ -106,10 +107,12 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     one, dtype, grid = job.schedule.backward, accumulator_dtype(q.dtype), job.schedule.grid
     mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
     dq, *own = (RowSum(x.shape, dtype, leases.room(dtype, x.dtype)) for x in (q, k, v))
+    dq.reserve()  # now, or blocks would take the buffer of its size that forward left
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
         yield from mail.wait(step, Moment.BEFORE)
+        mail.release(step, 0)
         yield from mail.post(step, Moment.BEFORE)
         arrived = False
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
@@ -131,7 +134,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
             away = yield from mail.arrive(step, row, own)
         if away is not None:
             mail.bring_home(row, own)
-        mail.release(step)
+        mail.release(step, 2)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
@@ -218,20 +221,18 @@ class _Mail:
             self._job.pool.give_back(self._slots.popitem()[1])
         self.note(What.END)
 
-    def release(self, step: int, third: int = 2) -> None:
+    def release(self, step: int, third: int) -> None:
         """Give back the buffers that nothing uses after this part of a step (`Pass.last_uses`)."""
         for key in [k for k in self._slots if self._pass.last_uses[k] <= 3 * step + third]:
             self._job.pool.give_back(self._slots.pop(key))
 
-    def arrive(
-        self, step: int, row: Any, own: Sequence[RowSum]
-    ) -> Generator[Any, Any, tuple[Tensor, Tensor] | None]:
+    def arrive(self, step: int, row: Any, own: Sequence[RowSum]) -> Generator[Any, Any, tuple[Tensor, Tensor] | None]:
         """Wait for the gradients that are due. Where a step's gather (None: in `own`)."""
         yield from self.wait(step, Moment.AFTER)
         away = self.gradients(row)
         if away is None:
             self.bring_home(row, own)
-            self.release(step, 1)
+        self.release(step, 1)
         return away
 
     def _wait_for_all(self) -> Flow:

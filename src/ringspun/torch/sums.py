@@ -50,6 +50,10 @@ class RowSum:
         self._sum: Tensor | None = None
         self._fresh = 0  # from this row on nothing was written yet
 
+    def reserve(self) -> None:
+        """Get its memory now, before the first part comes."""
+        self._filled(0)
+
     @property
     def sum(self) -> Tensor:
         """The whole, zero where nothing came."""
