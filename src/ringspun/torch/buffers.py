@@ -55,7 +55,8 @@ class BufferPool:
         else:
             self._drop(asked)
             storage = torch.empty(asked, dtype=torch.uint8, device=device).untyped_storage()
-        buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (n_bytes,))  # type: ignore[call-overload]
+        buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        buffer.set_(storage, 0, (n_bytes,))  # type: ignore[call-overload]
         self._out[buffer.data_ptr()] = weakref.ref(buffer), asked, held
         return buffer
 
