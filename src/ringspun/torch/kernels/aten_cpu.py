@@ -33,7 +33,7 @@ to avoid: the op's bfloat16 is faster only from 768 rows on. Masked pieces alway
 
 
 ROWS = 2048
-"""Rows of one call of the op's backward: its results, and copies that it makes, are no larger, and take no time."""
+"""Rows of one call of the op's backward at most: its dq, and the copy that it makes of dout, are no longer."""
 
 
 class AtenCpu(Kernel):
