@@ -6,7 +6,7 @@ slot that it names, and posts the messages that it names (`ringspun.core.route.b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
 from ringspun.steplog.meter import Meter
 from ringspun.torch.bias import RankBias
-from ringspun.torch.buffers import BufferPool
+from ringspun.torch.buffers import BufferPool, Leases
 from ringspun.torch.drivers.base import RankProgram, Together, Transfer
-from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
+from ringspun.torch.kernels.base import Block, Kernel, Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.messages import check, clear, seal, views
 from ringspun.torch.softmax import RunningSoftmax
-from ringspun.torch.sums import RowSum
+from ringspun.torch.sums import RowSum, add_to
 
 Flow = Generator[Any, Any, None]
 _NO_TILES = StepTiles(np.zeros((0, 8), np.int64))
@@ -100,9 +100,9 @@ class Job:
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
-    one = job.schedule.forward
-    mail = _Mail(job, one, (k, v))
-    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
+    one, dtype = job.schedule.forward, accumulator_dtype(q.dtype)
+    mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
+    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), dtype, q.device, leases.room(dtype, q.dtype))
     for step, row in enumerate(one.steps):
         part = job.part(step, row)
         yield from mail.arrive(step, row, part)
@@ -113,20 +113,25 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
         )
         for rows, out, lse in job.kernel.forward(block, part.tiles):
             mine.add(rows, out, lse)
+            del out, lse  # not kept while the next are made
+        mail.release(step, 2)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
         for own in job.parts:
             running.add_sinks(job.terms.sinks, own)
-    return running.out.to(q.dtype), running.lse
+    results = running.out.to(q.dtype), running.lse
+    leases.close()
+    return results
 
 
 def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
     """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its shares of the bias's gradient: one, or one per
     unit of queries on a grid. Blocks go round again; their gradients follow them home."""
     one, dtype, grid = job.schedule.backward, accumulator_dtype(q.dtype), job.schedule.grid
-    mail = _Mail(job, one, (k, v))
-    dq, own = RowSum(q, dtype), (RowSum(k, dtype), RowSum(v, dtype))
+    mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
+    dq, *own = (RowSum(x.shape, dtype, leases.room(dtype, x.dtype)) for x in (q, k, v))
+    dq.reserve()  # now, or blocks would take the buffer of its size that forward left
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
@@ -134,31 +139,32 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         yield from mail.arrive(step, row, part)
         arrived = False
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block = job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE]))
-        mine, (dk, dv) = dq.of_heads(part.heads), (x.of_heads(part.kv_heads) for x in own)
+        block, mine = job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE])), dq.of_heads(part.heads)
         for g in job.kernel.backward(block, saved.heads(part.heads), part.tiles):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
-                yield from mail.wait(step, Moment.AFTER)
-                away = mail.gradients(row)
+                away = yield from mail.collect(step, row, own)
                 arrived = True
             mine.add(g.q_rows, g.dq)
-            if away is None:
-                dk.add(g.k_rows, g.dk)
-                dv.add(g.k_rows, g.dv)
-            else:
-                away[0][g.k_rows.batch, :, g.k_rows.tokens] += g.dk
-                away[1][g.k_rows.batch, :, g.k_rows.tokens] += g.dv
+            for n, found in enumerate((g.dk, g.dv)):
+                if away is None:
+                    own[n].of_heads(part.kv_heads).add(g.k_rows, found)
+                else:
+                    add_to(away[n][g.k_rows.batch, :, g.k_rows.tokens], found)
             if g.dbias is not None and job.bias is not None:
                 share = dbias[g.q_rows.tokens.start // grid if grid else 0]
                 job.bias.rule.part(share, part.heads)[1].add_(g.dbias)
+            del g, found  # not kept while the next are made
         if not arrived:
-            yield from mail.wait(step, Moment.AFTER)
-            mail.gradients(row)
-        mail.bring_home(step, row, own)
+            away = yield from mail.collect(step, row, own)
+        if away is not None:
+            mail.bring_home(step, row, own)
+        mail.release(step, 2)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
-    return dq.sum.to(q.dtype), own[0].sum.to(k.dtype), own[1].sum.to(v.dtype), dbias
+    results = *(x.sum.to(q.dtype) for x in (dq, *own)), dbias
+    leases.close()
+    return results
 
 
 class _Posted(NamedTuple):
@@ -187,10 +193,8 @@ class _Mail:
         self._job, self._pass, self._own = job, one, own
         self._me = job.schedule.ring_rank
         self._device = own[0].device
-        self._slots = {
-            key: job.pool.lease(n_bytes, self._device)
-            for key, n_bytes in job.schedule.slot_bytes(one, job.wire).items()
-        }
+        self._slots: dict[tuple[Payload, int], Tensor] = {}
+        self._slot_bytes = job.schedule.slot_bytes(one, job.wire)
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
         self.note = note if job.meter is None else job.meter.hearing(note)
@@ -200,7 +204,22 @@ class _Mail:
         """Wait for what a step computes with, and start the messages of those after it."""
         yield from self.wait(step, Moment.BEFORE)
         self._put_together(step, row, part)
+        self.release(step, 0)
         yield from self.post(step, Moment.BEFORE)
+
+    def collect(self, step: int, row: Any, own: Sequence[RowSum]) -> Generator[Any, Any, tuple[Tensor, Tensor] | None]:
+        """Wait for the gradients that are due. Where a step's gather (None: in `own`)."""
+        yield from self.wait(step, Moment.AFTER)
+        away = self.gradients(row)
+        if away is None:
+            self.bring_home(step, row, own)
+        self.release(step, 1)
+        return away
+
+    def release(self, step: int, third: int) -> None:
+        """Give back the buffers that nothing uses after this part of a step (`Pass.last_uses`)."""
+        for key in [k for k in self._slots if self._pass.last_uses[k] <= 3 * step + third]:
+            self._job.pool.give_back(self._slots.pop(key))
 
     def post(self, step: int, moment: Moment) -> Flow:
         """Start the messages of one step and moment, those together that are waited for together."""
@@ -253,8 +272,8 @@ class _Mail:
     def close(self) -> Flow:
         """Wait for everything and give the buffers back."""
         yield from self._wait_for_all()
-        for buffer in self._slots.values():
-            self._job.pool.give_back(buffer)
+        while self._slots:
+            self._job.pool.give_back(self._slots.popitem()[1])
         self.note(What.END)
 
     def _wait_for_all(self) -> Flow:
@@ -283,18 +302,21 @@ class _Mail:
             dv.zero_()
         return dk, dv
 
-    def bring_home(self, step: int, row: Any, own: tuple[RowSum, RowSum]) -> None:
+    def bring_home(self, step: int, row: Any, own: Sequence[RowSum]) -> None:
         """Add what was gathered for this rank's keys, at the step that the schedule names."""
         if row[StepColumn.HOME_SLOT] != NONE:
             self._add_home(own, self._of_step(row, Payload.DKV, StepColumn.HOME_SLOT, StepColumn.HOME))
         for m in self._unpacked(step, Payload.DKV):
             self._add_home(own, self._of_message(m))
 
-    def _add_home(self, own: tuple[RowSum, RowSum], held: _Held) -> None:
+    def _add_home(self, own: Sequence[RowSum], held: _Held) -> None:
         for mine, theirs in zip(own, self._views(held), strict=True):
-            home = mine.of_heads(held.heads).sum
+            home = mine.of_heads(held.heads)
             for rows, place in self._own_rows(held.block):
-                home[:, :, rows] += theirs[:, :, place]
+                if isinstance(rows, slice):
+                    home.add(Rows(slice(0, None), rows), theirs[:, :, place])
+                else:
+                    home.add_rows(rows, theirs[:, :, place])
 
     def _own_rows(self, block: int) -> list[tuple[Any, slice]]:
         """Which of the rank's own rows a block holds, and where."""
@@ -359,8 +381,11 @@ class _Mail:
         return self._job.wire.of_heads(held.heads.stop - held.heads.start)
 
     def _buffer(self, held: _Held) -> Tensor:
+        key = held.payload, held.slot
+        if key not in self._slots:
+            self._slots[key] = self._job.pool.lease(self._slot_bytes[key], self._device)
         n_bytes = self._wire(held).message_bytes(held.payload, self._job.schedule.rows(held.block))
-        return self._slots[held.payload, held.slot][:n_bytes]
+        return self._slots[key][:n_bytes]
 
     def _views(self, held: _Held) -> tuple[Tensor, Tensor]:
         dtype = self._own[0].dtype if held.payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
