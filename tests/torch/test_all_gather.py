@@ -11,6 +11,7 @@ from hard_cases import judged
 
 from ringspun import AllGather, Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core import accounting
+from ringspun.core.wire import Payload
 from ringspun.testing.cases import Case, Shape, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import Alibi, ContextParallel, Loopback
@@ -101,8 +102,7 @@ def test_a_function_of_positions_gives_a_bias_of_each_head():
 
 @pytest.mark.parametrize("route", ["all_gather", "all_gather(2)", "all_gather(1)"])
 def test_no_more_is_alive_than_is_said(route):
-    """All four ranks are in this process, which also keeps a buffer that forward left and backward has no use for; q, k
-    and v were there before."""
+    """All four ranks are in this process; q, k and v were there before."""
     context = ContextParallel(Loopback(4), layout=Zigzag(), route=route)
     plan = context.plan(2048, Causal())
     x = [torch.randn(1, 4, 2048, 32).requires_grad_() for _ in range(3)]
@@ -110,7 +110,7 @@ def test_no_more_is_alive_than_is_said(route):
     with peak_memory() as peak:
         plan.attention(*x).sum().backward()
     said = sum(accounting.memory(s, wire).total for s in plan.schedules)
-    assert peak.bytes <= 1.1 * (said - sum(t.nbytes for t in x))
+    assert peak.bytes <= said - sum(t.nbytes for t in x)
 
 
 def test_more_strides_hold_less():

@@ -149,7 +149,7 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     level, worst = _forward_leases(schedule, wire), Memory(inputs, out, 0, 0, 0)
     for step in range(len(one) + 1):
         now = min(3 * step + 1, end)
-        level = max(level, sum(size for first, last, size in leases if first <= now <= last))
+        level = max(level, *(_leased(leases, time) for time in (3 * step, now, 3 * step + 2)))
         made = sum(size for first, size in results if first <= now)
         here = one.tiles_of(step).tolist() if step < len(tiled) else []
         stride = one.steps[min(step, len(one) - 1), [StepColumn.STRIDE, StepColumn.STRIDES]].tolist()
@@ -157,6 +157,13 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
         found = Memory(inputs, out, level, made, outputs)
         worst = max(worst, found, key=lambda m: m.total)
     return worst
+
+
+def _leased(leases: list[tuple[int, int, int]], time: int) -> int:
+    """Bytes leased at once. Messages are posted when those that are waited for have given their buffers back; what is
+    put together, and gradients that start, lie beside them."""
+    beside = time % 3 == 1
+    return sum(size for first, last, size in leases if first <= time and (last > time or (beside and last == time)))
 
 
 def _time(which: NDArray[np.bool_], never: int) -> int:
@@ -175,7 +182,7 @@ def _slots(schedule: Schedule, wire: Format) -> list[tuple[int, int, int]]:
     together = np.flatnonzero(
         (one.steps[:, StepColumn.SOURCE] == schedule.whole) & (one.steps[:, StepColumn.SLOT] >= 0)
     )
-    keyed += [[Payload.KV, int(one.steps[t, StepColumn.SLOT]), 3 * int(t)] for t in together]
+    keyed += [[Payload.KV, int(one.steps[t, StepColumn.SLOT]), 3 * int(t) - 1] for t in together]
     first: dict[tuple[Payload, int], int] = {}
     for payload, slot, time in keyed:
         key = Payload(payload), pack_slot(slot)

@@ -143,8 +143,8 @@ class Diary:
 
 
 class Written(BoundRoute):
-    """A route whose passes are told by diaries. Backward computes a rank's own rows last: behind them the gradients that
-    come home are waited for, and until then nobody holds a sum of its own beside those that travel."""
+    """A route whose passes are told by diaries. Backward computes a rank's own rows last: behind them the gradients
+    that come home are waited for, and until then nobody holds a sum of its own beside those that travel."""
 
     @property
     @abstractmethod
