@@ -186,7 +186,8 @@ class Cluster:
 
     Args:
         device: of every rank. count: devices. node: of a node. near: link in a node. far: between nodes.
-        near_collective, far_collective: the same links under all-gathers and their like.
+        near_collective, far_collective: the same links under all-gathers and their like. apart: each neighbour in a
+            node has a link of its own (tori); else all share a device's one.
     """
 
     device: Device
@@ -196,6 +197,7 @@ class Cluster:
     far: Link
     near_collective: Link
     far_collective: Link
+    apart: bool = False
 
     @cached_property
     def nodes(self) -> int:
@@ -244,5 +246,5 @@ def cluster(
         raise ConfigError(f"far must name the link between nodes; got {count} devices in nodes of {size} and none.")
     return Cluster(
         found, count, size, inside_spec.link(), outside_spec.link(),
-        inside_spec.link(collective=True), outside_spec.link(collective=True),
+        inside_spec.link(collective=True), outside_spec.link(collective=True), inside_spec.links > 1,
     )  # fmt: skip

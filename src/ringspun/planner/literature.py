@@ -17,7 +17,8 @@ class MaxContext:
 
     Args:
         group: of hardware. model: its name. memory_gib: of one device as JAX sees it. shards: devices over which
-            parameters are sharded. ring: devices of the ring. printed: K tokens of vanilla, memory-efficient, blockwise, ring.
+            parameters are sharded. ring: devices of the ring. printed: K tokens of vanilla, memory-efficient,
+            blockwise, ring.
         consistent: False for 32 A100: 4 times the blockwise length of 8, where sharding frees a fifth of the memory.
     GPUs compute in float32, TPUs in bfloat16 products of float32 tensors (its appendix B.1): memory is float32 alike.
     """
@@ -180,7 +181,7 @@ arXiv 2411.01783 table 4."""
 @dataclass(frozen=True)
 class Alst:
     """A recipe's maximum length: H100 of 80 GB in nodes of 8, ZeRO-3, optimizer and activation checkpoints in 1.9 TB of
-    each node's memory, tiled MLP and loss. snowflakedb/ArcticTraining, projects/sequence-parallelism (arXiv 2506.13996).
+    each node's memory, tiled MLP and loss. snowflakedb/ArcticTraining, projects/sequence-parallelism; arXiv 2506.13996.
 
     Args:
         model: its name. devices: of the ring (Ulysses). tokens: printed. weights_offloaded: on one device.

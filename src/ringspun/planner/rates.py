@@ -47,14 +47,19 @@ def exchange_seconds(link: Link, n_bytes: float, ranks: int) -> float:
     return link.seconds(math.ceil(n_bytes * (ranks - 1) / ranks)) if ranks > 1 else 0.0
 
 
-def gather_seconds(cluster: Cluster, devices: int, n_bytes: float) -> float:
-    """Of an all-gather (or reduce-scatter) after which each of `devices` neighbours holds `n_bytes`. Between nodes
-    every device of a node brings in its part, and they share it inside."""
+def gather_seconds(cluster: Cluster, devices: int, n_bytes: float, *, stride: int = 1) -> float:
+    """Of an all-gather (or reduce-scatter) after which each of `devices` holds `n_bytes`. Between nodes every device of
+    a node brings in its part, and they share it inside.
+
+    Args:
+        stride: devices from one of the group to the next.
+    """
     if devices == 1 or n_bytes <= 0:
         return 0.0
-    whole = math.ceil(n_bytes)
     near = cluster.near_collective.seconds(math.ceil(n_bytes * (devices - 1) / devices))
-    nodes = math.ceil(devices / cluster.node)
+    nodes = math.ceil(devices * stride / cluster.node)
     if nodes == 1:
         return near
-    return max(near, cluster.far_collective.seconds(whole) * (1 - 1 / nodes) / cluster.node)
+    members = max(1, cluster.node // stride)
+    far = cluster.far_collective.seconds(math.ceil(n_bytes)) * (1 - 1 / nodes) / members
+    return max(near, far) if members > 1 else far
