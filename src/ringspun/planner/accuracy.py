@@ -101,7 +101,7 @@ def scaling_law(known: Sequence[Cell]) -> Callable[[Cell], float]:
             found = score(lambda c: law(c, factor), cells)
             return -found.exact, found.mean
 
-        return min((math.exp(n / 40) for n in range(-120, 41)), key=cost)
+        return min((math.exp(n / 20) for n in range(-60, 21)), key=cost)
 
     factors = {m: fitted(m) for m in METHODS}
     return lambda cell: law(cell, factors[cell[1]])

@@ -368,7 +368,7 @@ def advice(found: Memory, model: Model, tokens: float, recipe: Recipe) -> list[s
     lines = []
     logits = logit_bytes(tokens, model.vocab)
     attention = sum(found.phases["attention"].values())
-    if recipe.logit_chunk is None and 2 * logits > attention:
+    if recipe.logit_chunk is None and 2 * logits > max(attention, 0.05 * found.capacity):
         lines.append(
             f"the loss, not attention, takes most: {tokens:,.0f} tokens x {model.vocab:,} logits in float32 are "
             f"{logits / GIB:.1f} GiB, and as much again for their gradient. Compute the loss in chunks that are "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,15 +17,18 @@ from ringspun.core.schedule import Geometry, Pass, Schedule
 from ringspun.core.wire import Format, Payload
 from ringspun.planner.rates import LAUNCH_S
 
-ALL_RANKS = 16
+ALL_RANKS = 8
 """Rings of more are counted on some of their ranks, as many as this, evenly spread, first and last among them."""
+LARGE = 64
+"""Rings of more on three: the first, the middle one and the last."""
 Seconds = NDArray[np.float64]
 
 
 @lru_cache(maxsize=512)
 def schedules(ring: int, layout: Layout, route: Route, mask: Mask, seq_len: int) -> tuple[Schedule, ...]:
     """The schedules of all ranks, or of some that stand for them."""
-    ranks = np.unique(np.linspace(0, ring - 1, min(ring, ALL_RANKS)).astype(int)).tolist()
+    counted = min(ring, ALL_RANKS if ring <= LARGE else 3)
+    ranks = np.unique(np.linspace(0, ring - 1, counted).astype(int)).tolist()
     return Geometry(ring, tuple(ranks), layout, route).schedule(mask, seq_len)
 
 
@@ -96,11 +98,12 @@ class Lap:
         return self.slowest - self.busy
 
 
-def lap(ranks: Sequence[Schedule], work: Work, place: Place, *, backward: bool) -> Lap:
+@lru_cache(maxsize=4096)
+def lap(ranks: tuple[Schedule, ...], work: Work, place: Place, *, backward: bool) -> Lap:
     """Time of a pass, if all ranks wait for each other at every step: an upper bound that is close on equal ranks
     (`ringspun.planner.simulate` has no such barrier)."""
     passes = [s.backward if backward else s.forward for s in ranks]
-    compute = work.seconds(pairs(tuple(ranks), backward=backward), backward=backward)
+    compute = work.seconds(pairs(ranks, backward=backward), backward=backward)
     sent = np.stack([sent_seconds(one, s.ring_rank, work.wire, place) for one, s in zip(passes, ranks, strict=True)])
     slowest = compute.max(0)
     total = np.maximum(slowest, sent.max(0))

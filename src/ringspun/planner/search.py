@@ -7,7 +7,7 @@ that nothing is left out that could have been better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -27,6 +27,8 @@ TOKENS_PER_STEP = 4 << 20
 ZEROS: tuple[Zero, ...] = (1, 2, 3)
 MOST_DIRECT = 64
 """Ranks beyond which every rank talking to every other is not looked at."""
+MOST_PRODUCT = 16
+"""Ranks beyond which other layouts than zigzag are looked at on a plain ring alone."""
 LITTLE = 0.005
 """Part of a step lost on a ring up to which no other layout or route is counted."""
 
@@ -117,16 +119,22 @@ def splits(question: Question, batch: int) -> Iterator[Split]:
                     yield Split(ring=ring, ulysses=ulysses, tp=tp, dp=dp)
 
 
-def search(question: Question, *, keep: int = 5) -> list[Plan]:
+def search(question: Question, *, keep: int = 5, only: Callable[[Split], bool] | None = None) -> list[Plan]:
     """The quickest plans that fit, one for each split, best first; of the longest length if none is given.
 
+    Args:
+        keep: how many. only: of these splits alone.
     Raises:
         ConfigError: nothing fits, or no split goes; says what would.
     """
     if question.seq_len is None:
-        return _longest_plans(question, keep)
+        return _longest_plans(question, keep, only)
     batch = question.sequences(question.seq_len)
-    jobs = [job for job in _jobs(question, question.seq_len, batch) if memory_of(question, job).fits]
+    jobs = [
+        job
+        for job in _jobs(question, question.seq_len, batch)
+        if (only is None or only(job.split)) and memory_of(question, job).fits
+    ]
     if not jobs:
         raise ConfigError(_nothing_fits(question, batch))
     bounded = sorted(((_passes(question, job) * least_seconds(job), i) for i, job in enumerate(jobs)))
@@ -207,12 +215,16 @@ def ways(job: Job) -> Sequence[tuple[Layout, Route]]:
     layouts: list[Layout] = [Zigzag(), Contiguous()]
     if ring <= MOST_DIRECT:  # on more ranks its tiles are many, and its balance is zigzag's
         layouts.append(Striped())
-    return [(layout, route) for layout in layouts for route in routes]
+    if ring <= MOST_PRODUCT:
+        return [(layout, route) for layout in layouts for route in routes]
+    return [(Zigzag(), route) for route in routes] + [(layout, Ring()) for layout in layouts[1:]]
 
 
-def _longest_plans(question: Question, keep: int) -> list[Plan]:
+def _longest_plans(question: Question, keep: int, only: Callable[[Split], bool] | None) -> list[Plan]:
     found: dict[Split, tuple[float, Checkpointing, Zero]] = {}
     for split in splits(question, question.batch or question.cluster.count):
+        if only is not None and not only(split):
+            continue
         fits = _longest(question, split, "layer", 3)
         found[split] = (fits.tokens, "layer", 3)
     ranked = sorted(found, key=lambda split: -found[split][0])[:keep]

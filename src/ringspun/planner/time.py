@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ringspun.core.layout import Contiguous, Layout, Zigzag
 from ringspun.core.mask import Causal, Full, Mask, Window
@@ -147,7 +148,7 @@ def least_seconds(job: Job) -> float:
     """Less than any layout and route take: all ranks equally busy, all messages hidden. Needs no schedule but one
     rank's."""
     work = job.work
-    pairs = sum(layers * _pairs(job, mask) for mask, layers in job.masks()) / job.split.ring
+    pairs = sum(layers * _pairs(mask, job.seq_len) for mask, layers in job.masks()) / job.split.ring
     factor = attention_factor(job.checkpointing)
     compute = factor * 4 * work.wire.head_size * work.wire.heads * job.batch * pairs / work.rate
     laps = job.model.full_layers * (3 if job.checkpointing == "layer" else 2)
@@ -231,16 +232,17 @@ def _sharding(job: Job, items: Mapping[str, float]) -> float:
     return model.layers * max(0.0, 2 * reduce - (compute - forward))
 
 
-def _pairs(job: Job, mask: Mask) -> float:
+@lru_cache(maxsize=256)
+def _pairs(mask: Mask, seq_len: int) -> float:
     """Allowed pairs of one sequence."""
-    (alone,) = schedules(1, Contiguous(), Ring(), mask, job.seq_len)
+    (alone,) = schedules(1, Contiguous(), Ring(), mask, seq_len)
     return float(alone.forward.pairs.sum())
 
 
 def _model_flops(job: Job) -> tuple[float, float]:
     tokens = job.tokens
     linear = job.model.layers * linear_flops(job.model, tokens) + head_flops(job.model, tokens)
-    pairs = sum(n * _pairs(job, mask) for mask, n in job.masks())
-    dense = pairs + job.model.full_layers * (float(job.seq_len) ** 2 - _pairs(job, job.mask))
+    pairs = sum(n * _pairs(mask, job.seq_len) for mask, n in job.masks())
+    dense = pairs + job.model.full_layers * (float(job.seq_len) ** 2 - _pairs(job.mask, job.seq_len))
     per_device = job.batch / job.split.slices
     return tuple(3 * (linear + attention_flops(job.model, n * per_device)) for n in (pairs, dense))  # type: ignore[return-value]
