@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringspun import Causal, DoubleRing, Full, Ring
+from ringspun import Causal, Contiguous, DoubleRing, Full, Ring
 from ringspun.errors import ConfigError
 from ringspun.planner.flops import attention_factor, causal_pairs, linear_factor, model_flops
 from ringspun.planner.hardware import cluster
@@ -20,6 +20,7 @@ from ringspun.planner.rates import attention_rate, gather_seconds
 from ringspun.planner.search import Question, memory_of, search, splits, ways
 from ringspun.planner.split import Split
 from ringspun.planner.time import Job, least_seconds, step
+from ringspun.planner.traffic import layer_bytes
 
 LLAMA = model("llama-3-8b")
 H100 = cluster("H100", 8)
@@ -189,3 +190,19 @@ def test_masks_are_what_is_counted():
     assert full.items["attention"] == pytest.approx(2 * causal.items["attention"], rel=0.05)
     slid = step(Job(model("mistral-7b"), H100, Split(ring=8), 128 * K, route=Ring()))
     assert slid.items["attention"] < 0.2 * causal.items["attention"]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bytes_of_a_layer_are_those_of_the_literature(size):
+    """arXiv 2405.07719 table 2, in elements of tokens x width: Ulysses 8 / N, tensor parallel with sequence parallel
+    10, a ring 4 of keys and values, here 2 of them in float32, and none on its last hop."""
+    llama, seq_len = model("llama-7b"), 64 * K
+    element, whole = 2, 64 * K * 4096
+    others = (size - 1) / size
+    job = Job(llama, H100, Split(), seq_len, mask=Full(), checkpointing="none")
+    of = {name: replace(job, split=Split(**{name: size})) for name in ("ring", "ulysses", "tp")}
+    found = {name: layer_bytes(replace(job, layout=Contiguous()))[name] for name, job in of.items()}
+    assert found["ulysses"] == pytest.approx(8 / size * whole * element * others)
+    assert found["tp"] == pytest.approx(10 * whole * element * others)
+    assert found["ring"] == pytest.approx((2 + 2 + 2 * 2) * whole * element * others, rel=1e-3)
+    assert layer_bytes(of["ring"])["tp"] == layer_bytes(of["tp"])["ring"] == 0

@@ -206,17 +206,37 @@ def _products(job: Job) -> dict[str, float]:
     }
 
 
+def gather_bytes(model: Model, tokens: float, split: Split) -> float:
+    """What a device holds after each gather of tensor parallel layers."""
+    return tokens * split.tp * model.hidden * ELEMENT
+
+
+def gathers(checkpointing: Checkpointing) -> int:
+    """Gathers and reduce-scatters of a tensor parallel layer: 4 forward, 6 backward, 4 where forward runs again."""
+    return 10 if checkpointing == "none" else 14
+
+
+def exchange_bytes(model: Model, tokens: float, split: Split) -> float:
+    """What a device holds of queries, keys, values and outputs, all of which Ulysses exchanges, once each way."""
+    widths = 2 * (model.q_width + model.kv_width * split.kv_copies(model)) / split.tp
+    return tokens * split.tp * widths * ELEMENT
+
+
+def exchanges(checkpointing: Checkpointing) -> int:
+    """How often they are exchanged: forward, backward, and where forward runs again."""
+    return 2 if checkpointing == "none" else 3
+
+
 def _exchanges(job: Job) -> dict[str, float]:
     """All-to-alls of Ulysses and gathers of tensor parallel layers: nothing hides them."""
     split, model, cluster = job.split, job.model, job.cluster
-    again = job.checkpointing != "none"
-    tp_bytes = job.tokens * split.tp * model.hidden * ELEMENT
-    tp = (14 if again else 10) * gather_seconds(cluster, split.tp, tp_bytes)
-    rows = job.tokens * split.tp  # of this device's share of the heads
-    widths = 2 * (model.q_width + model.kv_width * split.kv_copies(model)) / split.tp
+    tp = gather_seconds(cluster, split.tp, gather_bytes(model, job.tokens, split))
     link = cluster.link(split.ulysses * split.tp, collective=True)
-    ulysses = (3 if again else 2) * exchange_seconds(link, rows * widths * ELEMENT, split.ulysses)
-    return {"tensor parallel exchanges": model.layers * tp, "Ulysses exchanges": model.layers * ulysses}
+    ulysses = exchange_seconds(link, exchange_bytes(model, job.tokens, split), split.ulysses)
+    return {
+        "tensor parallel exchanges": model.layers * gathers(job.checkpointing) * tp,
+        "Ulysses exchanges": model.layers * exchanges(job.checkpointing) * ulysses,
+    }
 
 
 def _sharding(job: Job, items: Mapping[str, float]) -> float:
