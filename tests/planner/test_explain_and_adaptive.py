@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -89,6 +90,9 @@ def test_decode_is_never_quickest_on_a_ring():
             for cached in (8 * K, 1 << 20, 1 << 24):
                 told = decode(H100.device, link, LLAMA, cached, ranks)
                 assert told.best != "a ring" and told.ring > told.merge
+    merges = [decode(H100.device, H100.near, LLAMA, 1 << 20, n) for n in (4, 8, 16)]
+    (first, then) = (b.merge - b.local - a.merge + a.local for a, b in itertools.pairwise(merges))
+    assert first == pytest.approx(then) and first > H100.near.latency_s  # one turn more for twice the ranks
     long = decode(H100.device, H100.near, LLAMA, 1 << 22, 8)
     assert long.best == "one merge" and long.whole > long.merge
     assert decode(H100.device, H100.near, LLAMA, 1 << 22, 1).best

@@ -137,6 +137,8 @@ def test_bidirectional_pays_where_each_neighbour_has_its_own_link():
         lap(schedules(8, Contiguous(), Bidirectional(), Full(), 4096), WORK, w, backward=False) for w in where
     )
     assert apart.total < 0.55 * shared.total
+    ranks = schedules(8, Contiguous(), Bidirectional(), Full(), 4096)
+    assert simulate(ranks, WORK, where[1]).total < 0.55 * simulate(ranks, WORK, where[0]).total
 
 
 @pytest.mark.parametrize(
