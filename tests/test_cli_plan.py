@@ -56,6 +56,7 @@ def test_a_length_is_planned_and_explained():
     words = told("train", *EIGHT, "--seq-len", "128K", "--price", "2.5")
     assert "llama-3-8b (8.0B) on 8 x H100, sequences of 131,072 tokens" in words and "\nRing." in words
     assert "a hop inside a node takes" in words and "█" in words and "a billion tokens cost" in words
+    assert "GiB are left for attention" in words
 
 
 def test_the_longest_length_is_asked_for_by_naming_none():
@@ -110,6 +111,14 @@ def test_a_measured_profile_replaces_links(tmp_path):
     assert "links must not be given with near or far" in told(*options, "--links", str(path), "--far", "x", code=2)
 
 
+def test_unequal_ranks_are_given_shares():
+    options = ("shares", "--model", "llama-3-8b", "--device", "H100", "--seq-len", "64K", "--speeds", "1,1,0.5,0.5")
+    best, *others = asked(*options, "--mask", "full", "--keep", "50")["ways"]
+    assert best["tokens"][0] == pytest.approx(2 * best["tokens"][3], rel=0.01) and sum(best["tokens"]) == 65536
+    assert max(other["seconds"] for other in others) > 1.4 * best["seconds"]
+    assert "ms a layer" in told(*options)
+
+
 def test_slices_accuracy_and_lists():
     rows = asked("links", "--model", "llama-7b", "--device", "a100")["rows"]
     assert [(r["link"], r["peak"]) for r in rows] == [("nvlink3", 1040), ("ib-hdr", 12480)]
@@ -146,6 +155,11 @@ def test_slices_accuracy_and_lists():
         (["train", *EIGHT, "--links", "/nowhere"], "links must be a file that `ringspun bench links` wrote"),
         (["train", *EIGHT, "--device-file", "/nowhere"], "device-file must be a readable file; got /nowhere"),
         (["train", *EIGHT, "--seq-len", "100M", "--batch", "1"], "seq_len must fit 8 x H100; got 104,857,600 tokens"),
+        (
+            ["shares", *EIGHT[:4], "--seq-len", "8K", "--speeds", "1,x"],
+            "speeds must be a comma list of positive numbers",
+        ),
+        (["shares", *EIGHT[:4], "--seq-len", "8K", "--speeds", "1"], "speeds must be at least 2; got 1."),
         (["infer", *EIGHT, "--new", "8K", "--tp", "3"], "tp must divide heads; got 3 and llama-3-8b's 32 heads"),
     ],
 )

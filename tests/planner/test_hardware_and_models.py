@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -195,3 +196,15 @@ def test_the_planner_loads_no_framework():
     program = f"import sys; import {modules}; print(*(m for m in ('torch', 'jax', 'transformers') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", sorted(Path(ringspun.planner.__file__).parent.glob("*.py")), ids=lambda p: p.name)
+def test_the_planner_imports_the_core_and_small_libraries_alone(path):
+    allowed = {"numpy", "pydantic", "ringspun.core", "ringspun.errors", "ringspun.planner"} | set(
+        sys.stdlib_module_names
+    )
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert {name.split(".")[0], ".".join(name.split(".")[:2])} & allowed, f"{path.name} imports {name}"

@@ -122,9 +122,10 @@ def test_every_split_uses_every_device_and_fits_the_heads():
     assert Split(ring=3, tp=8) in found
 
 
-def test_the_search_is_exhaustive():
+@pytest.mark.parametrize(("where", "seq_len"), [(H100, 64 * K), (cluster("H100", 8, node=2, far="tcp-100"), 16 * K)])
+def test_the_search_is_exhaustive(where, seq_len):
     """Best first, and nothing that it did not count exactly is better."""
-    question = Question(LLAMA, cluster("H100", 8), 64 * K, batch=2)
+    question = Question(LLAMA, where, seq_len, batch=2)
     plans = search(question, keep=3)
     assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
     assert len({p.job.split for p in plans}) == 3
@@ -132,7 +133,7 @@ def test_the_search_is_exhaustive():
     for split in splits(question, 2):
         for checkpointing in ("none", "attention", "layer"):
             for zero in (1, 2, 3):
-                job = Job(LLAMA, question.cluster, split, 64 * K, checkpointing=checkpointing, zero=zero)
+                job = Job(LLAMA, where, split, seq_len, checkpointing=checkpointing, zero=zero)
                 if not memory_of(question, job).fits:
                     continue
                 for layout, route in ways(job):

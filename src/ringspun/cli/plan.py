@@ -24,6 +24,8 @@ Near = Annotated[str | None, typer.Option(help="Link inside a node.", show_defau
 Far = Annotated[str | None, typer.Option(help="Link between nodes.", show_default="the device's")]
 Measured = Annotated[Path | None, typer.Option("--links", help="A file of `ringspun bench links` instead of both.")]
 DeviceFile = Annotated[Path | None, typer.Option(help="TOML file with [devices.NAME] and [links.NAME] of your own.")]
+MOST_SIMULATED = 64
+"""Ranks; more would take minutes."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -161,6 +163,40 @@ def slices(
 
 
 @app.command()
+def shares(
+    model: ModelName,
+    device: DeviceName,
+    seq_len: Annotated[str, typer.Option(help="Tokens of a sequence (131072, 128K, 1M).")],
+    speeds: Annotated[str, typer.Option(help="Of each rank's compute, comma list; only ratios count: 1,1,0.5,0.5.")],
+    mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
+    keep: Annotated[int, typer.Option(help="Ways to show.")] = 5,
+    node: Node = None,
+    near: Near = None,
+    far: Far = None,
+    links: Measured = None,
+    device_file: DeviceFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ranks of unequal speed: which shares, layout and route are done first, simulated message by message."""
+    with _told():
+        from ringspun.cli.options import bounded, split_list
+        from ringspun.cli.plan_tables import show_ways
+        from ringspun.core.text import parse_mask
+        from ringspun.planner.export import way_rows
+        from ringspun.planner.models import model as model_of
+
+        paces = [_pace(text) for text in split_list(speeds)]
+        bounded("speeds", len(paces), least=2, most=MOST_SIMULATED)
+        bounded("keep", keep, least=1)
+        found = _cluster(device, len(paces), node, near, far, links, device_file)
+        rows = way_rows(model_of(model), found, _tokens(seq_len), parse_mask(mask), paces)[:keep]
+        if as_json:
+            _print({"ways": rows})
+        else:
+            show_ways(rows)
+
+
+@app.command()
 def accuracy(as_json: AsJson = False) -> None:
     """How well the formulas meet published figures, beside what knows less."""
     with _told():
@@ -230,6 +266,16 @@ def _tokens(text: str, *, least: int = 1) -> int:
     if not (least <= value < 1 << 48) or value != int(value):
         raise ValueError(f"tokens must be a whole number from {least} on (131072, 128K, 1M); got {text[:80]!r}.")
     return int(value)
+
+
+def _pace(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"speeds must be a comma list of positive numbers; got {text[:80]!r}.")
+    return value
 
 
 def _print(data: Any) -> None:

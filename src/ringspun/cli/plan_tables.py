@@ -36,6 +36,9 @@ def show_answer(question: Question, plans: Sequence[Plan], why: Verdict, hints: 
 
 def _rates(best: Plan, price: float | None) -> list[str]:
     told = [f"{best.tokens_per_s:,.0f} tokens per second, {best.seconds:.3g} s a step, {best.passes} passes"]
+    told.append(
+        f"{best.memory.left_for_attention / GIB:.1f} GiB are left for attention (or the loss) beside what stands"
+    )
     if price is not None:
         told.append(f"a billion tokens cost {best.cost(price):,.0f} at {price:g} per device and hour")
     return told
@@ -91,6 +94,14 @@ def show_slices(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(
             row["device"], row["link"], f"{row['peak']:,.0f}", "never" if reached is None else f"{reached:,.0f}"
         )
+    Console(highlight=False).print(table)
+
+
+def show_ways(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table of `plan shares`."""
+    table = Table("layout", "route", "ms a layer", "tokens of each rank", box=SIMPLE)
+    for row in rows:
+        table.add_row(row["layout"], row["route"], f"{1e3 * row['seconds']:.3g}", ", ".join(map(str, row["tokens"])))
     Console(highlight=False).print(table)
 
 

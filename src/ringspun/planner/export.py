@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ringspun.core.mask import Mask
 from ringspun.errors import ConfigError
 from ringspun.planner.accuracy import (
     CELLS,
@@ -19,6 +20,7 @@ from ringspun.planner.accuracy import (
     scaling_law,
     score,
 )
+from ringspun.planner.adaptive import quickest
 from ringspun.planner.explain import Verdict
 from ringspun.planner.hardware import GIB, Cluster, Hardware
 from ringspun.planner.inference import (
@@ -34,7 +36,7 @@ from ringspun.planner.models import Model
 from ringspun.planner.overlap import NEVER, least_block, least_slice
 from ringspun.planner.search import Plan, Question
 from ringspun.planner.split import Split
-from ringspun.planner.time import ELEMENT
+from ringspun.planner.time import ELEMENT, Job
 
 
 def plan_data(plan: Plan, price: float | None = None) -> dict[str, Any]:
@@ -168,6 +170,15 @@ def slice_rows(model: Model, hardware: Hardware, devices: Sequence[str], batch: 
             reached_or_none = None if reached == NEVER else reached
             rows.append({"device": name, "link": link, "peak": peak, "reached": reached_or_none})
     return rows
+
+
+def way_rows(model: Model, cluster: Cluster, seq_len: int, mask: Mask, speeds: Sequence[float]) -> list[dict[str, Any]]:
+    """Ways of a ring of unequal ranks, the first to be done first; seconds are of one layer's attention."""
+    job = Job(model, cluster, Split(ring=len(speeds)), seq_len, mask=mask)
+    return [
+        {"layout": str(way.layout), "route": str(way.route), "tokens": list(way.tokens), "seconds": way.seconds}
+        for way in quickest(mask, seq_len, speeds, job.work, job.place)
+    ]
 
 
 def accuracy_data() -> dict[str, Any]:
