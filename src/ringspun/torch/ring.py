@@ -151,6 +151,7 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
             if g.dbias is not None and job.bias is not None:
                 share = dbias[g.q_rows.tokens.start // grid if grid else 0]
                 job.bias.rule.part(share, part.heads)[1].add_(g.dbias)
+            del g  # else a tile's gradients live on while the next tile is computed
         if not arrived:
             yield from mail.wait(step, Moment.AFTER)
             mail.gradients(row)
