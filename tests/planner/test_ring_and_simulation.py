@@ -7,18 +7,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringspun import Bidirectional, Causal, Contiguous, Direct, DoubleRing, Full, Ring, Striped, Window, Zigzag
+from ringspun import (
+    AllGather,
+    Bidirectional,
+    Causal,
+    Contiguous,
+    Direct,
+    DoubleRing,
+    Full,
+    Ring,
+    Striped,
+    Window,
+    Zigzag,
+)
 from ringspun.core.accounting import account
 from ringspun.core.links import Link
 from ringspun.core.wire import Format
 from ringspun.errors import ConfigError
 from ringspun.planner.rates import LAUNCH_S
-from ringspun.planner.ring import Place, Work, lap, schedules, sent_seconds
+from ringspun.planner.ring import Place, Work, head_pairs, lap, schedules, sent_seconds
 from ringspun.planner.simulate import simulate
 
 WIRE = Format(1, 8, 2, 64, 64, "bfloat16", 2, 4)
 WORK = Work(WIRE, 1e12)
-ROUTES = (Ring(), Direct(), Bidirectional(), DoubleRing(4))
+ROUTES = (Ring(), Direct(), Bidirectional(), DoubleRing(4), AllGather())
 LAYOUTS = (Contiguous(), Zigzag(), Striped())
 
 
@@ -45,13 +57,13 @@ def test_free_messages_cost_nothing_and_compute_is_the_accounts(route, backward)
     found = lap(ranks, WORK, place(1e-12), backward=backward)
     passes = [s.backward if backward else s.forward for s in ranks]
     flops = [account(one, WIRE, backward=backward).flops for one in passes]
-    steps = [int((one.pairs > 0).sum()) for one in passes]
+    steps = [int((head_pairs(one, WIRE) > 0).sum()) for one in passes]
     assert found.busy == pytest.approx(np.mean(flops) / WORK.rate + LAUNCH_S * np.mean(steps))
     assert found.exposed == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("route", [*ROUTES[:2], ROUTES[3]], ids=str)
+@pytest.mark.parametrize("route", [*ROUTES[:2], *ROUTES[3:]], ids=str)
 def test_messages_alone_take_what_the_account_sends(route, backward):
     """A kernel that takes no time: links without latency carry the bytes of the busiest rank."""
     ranks = schedules(8, Contiguous(), route, Full(), 4096)

@@ -8,7 +8,7 @@ from functools import cache
 
 from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
 from ringspun.core.mask import Mask
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring, Route
+from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring, Route
 from ringspun.core.schedule import Geometry, Schedule
 from ringspun.errors import ConfigError
 from ringspun.planner.ring import Place, Work
@@ -68,7 +68,7 @@ def _layouts(speeds: tuple[float, ...]) -> list[Layout]:
 def _routes(size: int, place: Place) -> list[Route]:
     routes: list[Route] = [Ring(), Direct()]
     if size > 2:
-        routes.append(Bidirectional())
+        routes += [Bidirectional(), AllGather()]
     if 1 < place.node < size and size % place.node == 0:
         routes.append(DoubleRing(place.node))
     return routes

@@ -8,19 +8,22 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspun.core.accounting import message_bytes
 from ringspun.core.layout import Layout
 from ringspun.core.links import Link
 from ringspun.core.mask import Mask
 from ringspun.core.route import Route
-from ringspun.core.route.base import Action, MessageColumn
+from ringspun.core.route.base import Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Geometry, Pass, Schedule
-from ringspun.core.wire import Format, Payload
+from ringspun.core.wire import Format
 from ringspun.planner.rates import LAUNCH_S
 
 ALL_RANKS = 8
 """Rings of more are counted on some of their ranks, as many as this, evenly spread, first and last among them."""
 LARGE = 64
 """Rings of more on three: the first, the middle one and the last."""
+_STRIDES = 1 << 10
+"""More strides than there are."""
 Seconds = NDArray[np.float64]
 
 
@@ -32,10 +35,17 @@ def schedules(ring: int, layout: Layout, route: Route, mask: Mask, seq_len: int)
     return Geometry(ring, tuple(ranks), layout, route).schedule(mask, seq_len)
 
 
+def head_pairs(one: Pass, wire: Format) -> NDArray[np.int64]:
+    """Allowed pairs of each step, over the heads that it computes."""
+    strides, which = np.unique(one.steps[:, [StepColumn.STRIDE, StepColumn.STRIDES]], axis=0, return_inverse=True)
+    heads = np.array([wire.of_stride(*stride).heads for stride in strides.tolist()])
+    counts: NDArray[np.int64] = one.pairs * heads[which.ravel()]
+    return counts
+
+
 @lru_cache(maxsize=512)
-def pairs(ranks: tuple[Schedule, ...], *, backward: bool) -> NDArray[np.int64]:
-    """Allowed pairs of each rank and step."""
-    return np.stack([(s.backward if backward else s.forward).pairs for s in ranks])
+def _head_pairs(ranks: tuple[Schedule, ...], wire: Format, *, backward: bool) -> NDArray[np.int64]:
+    return np.stack([head_pairs(s.backward if backward else s.forward, wire) for s in ranks])
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,9 @@ class Work:
     rate: float
 
     def seconds(self, pairs: NDArray[np.int64], *, backward: bool) -> Seconds:
-        """Of each step; the convention of `ringspun.core.accounting`."""
+        """Of each step, by its `head_pairs`; the convention of `ringspun.core.accounting`."""
         d, dv = self.wire.head_size, self.wire.value_size
-        per_pair = (2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)) * self.wire.heads * self.wire.batch
+        per_pair = (2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)) * self.wire.batch
         return pairs * (per_pair / self.rate) + LAUNCH_S * (pairs > 0)
 
 
@@ -103,7 +113,7 @@ def lap(ranks: tuple[Schedule, ...], work: Work, place: Place, *, backward: bool
     """Time of a pass, if all ranks wait for each other at every step: an upper bound that is close on equal ranks
     (`ringspun.planner.simulate` has no such barrier)."""
     passes = [s.backward if backward else s.forward for s in ranks]
-    compute = work.seconds(pairs(ranks, backward=backward), backward=backward)
+    compute = work.seconds(_head_pairs(ranks, work.wire, backward=backward), backward=backward)
     sent = np.stack([sent_seconds(one, s.ring_rank, work.wire, place) for one, s in zip(passes, ranks, strict=True)])
     slowest = compute.max(0)
     total = np.maximum(slowest, sent.max(0))
@@ -113,10 +123,13 @@ def lap(ranks: tuple[Schedule, ...], work: Work, place: Place, *, backward: bool
 def sent_seconds(one: Pass, ring_rank: int, wire: Format, place: Place) -> Seconds:
     """How long a rank's links take for what each step posts, all links side by side; what is due later is spread over
     the steps that it has."""
-    sends = one.messages[one.messages[:, MessageColumn.ACTION] == Action.SEND]
-    rows = sends[:, MessageColumn.ROW1] - sends[:, MessageColumn.ROW0]
-    kinds, which = np.unique(2 * rows + sends[:, MessageColumn.PAYLOAD], return_inverse=True)
-    lengths = [wire.message_bytes(Payload(kind % 2), kind // 2) for kind in kinds.tolist()]
+    messages = carried(one.messages, wire.kv_heads)
+    sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
+    kinds = 2 * (sends[:, MessageColumn.ROW1] - sends[:, MessageColumn.ROW0]) + sends[:, MessageColumn.PAYLOAD]
+    for column in (MessageColumn.STRIDE, MessageColumn.STRIDES):
+        kinds = kinds * _STRIDES + sends[:, column]
+    _, first, which = np.unique(kinds, return_index=True, return_inverse=True)
+    lengths = [message_bytes(sends[i], wire) for i in first.tolist()]
     peers = sends[:, MessageColumn.PEER]
     crosses = peers // place.node != ring_rank // place.node
     ways = [(place.far, crosses)]

@@ -13,7 +13,7 @@ from itertools import product
 
 from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
 from ringspun.core.mask import Causal, Mask
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring, Route
+from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring, Route
 from ringspun.errors import ConfigError
 from ringspun.planner.flops import CHECKPOINTING, Checkpointing
 from ringspun.planner.hardware import Cluster
@@ -212,6 +212,8 @@ def ways(job: Job) -> Sequence[tuple[Layout, Route]]:
         routes.append(Direct())
         if place.apart:
             routes.append(Bidirectional())
+    if 2 < ring <= MOST_PRODUCT:
+        routes.append(AllGather())
     layouts: list[Layout] = [Zigzag(), Contiguous()]
     if ring <= MOST_DIRECT:  # on more ranks its tiles are many, and its balance is zigzag's
         layouts.append(Striped())

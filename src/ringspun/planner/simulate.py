@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspun.core.route.base import Action, MessageColumn, Moment
+from ringspun.core.accounting import message_bytes
+from ringspun.core.route.base import Action, MessageColumn, Moment, carried
 from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Payload
 from ringspun.errors import ConfigError
-from ringspun.planner.ring import Place, Work
+from ringspun.planner.ring import Place, Work, head_pairs
 
 Edge = tuple[int, int]
 _OUT, _IN = -2, -1
@@ -97,7 +97,7 @@ class _Network:
         self._free: dict[Edge, float] = defaultdict(float)
         self.events = 0
 
-    def post(self, edge: Edge, action: Action, now: float, payload: Payload, rows: int) -> tuple[Edge, int]:
+    def post(self, edge: Edge, action: Action, now: float, message: NDArray[np.int64]) -> tuple[Edge, int]:
         """Say that one end is ready; a name for the message."""
         times = self._posted[edge, action]
         times.append(now)
@@ -105,7 +105,7 @@ class _Network:
         number = len(times) - 1
         if action == Action.SEND:
             link = self._place.far if self._place.crosses(*edge) else self._place.near
-            seconds = link.seconds(self._work.wire.message_bytes(payload, rows)) * self._slow.get(edge, 1.0)
+            seconds = link.seconds(message_bytes(message, self._work.wire)) * self._slow.get(edge, 1.0)
             self._lengths[edge].append(seconds)
             self._queue[self._way(edge)].append((edge, number))
         return edge, number
@@ -146,7 +146,8 @@ class _Rank:
 
     def __init__(self, me: int, one: Pass, work: Work, network: _Network, speed: float, backward: bool) -> None:
         self._me, self._pass, self._network = me, one, network
-        self._seconds = work.seconds(one.pairs, backward=backward) / speed
+        self._messages = carried(one.messages, work.wire.kv_heads)
+        self._seconds = work.seconds(head_pairs(one, work.wire), backward=backward) / speed
         self._open: dict[tuple[int, Moment], list[tuple[Edge, int]]] = defaultdict(list)
         self.now = self.computed = self.waited = 0.0
 
@@ -163,12 +164,12 @@ class _Rank:
             yield from self._wait(due, moment)
 
     def _post(self, step: int, moment: Moment) -> None:
-        for m in self._pass.messages_of(step, moment).tolist():
-            action, peer = Action(m[MessageColumn.ACTION]), m[MessageColumn.PEER]
+        own = self._messages
+        for m in own[(own[:, MessageColumn.STEP] == step) & (own[:, MessageColumn.MOMENT] == moment)]:
+            action, peer = Action(m[MessageColumn.ACTION]), int(m[MessageColumn.PEER])
             edge = (self._me, peer) if action == Action.SEND else (peer, self._me)
-            rows = m[MessageColumn.ROW1] - m[MessageColumn.ROW0]
-            message = self._network.post(edge, action, self.now, Payload(m[MessageColumn.PAYLOAD]), rows)
-            self._open[m[MessageColumn.DUE], moment].append(message)
+            message = self._network.post(edge, action, self.now, m)
+            self._open[int(m[MessageColumn.DUE]), moment].append(message)
 
     def _wait(self, step: int, moment: Moment) -> Iterator[int]:
         for message in self._open.pop((step, moment), []):

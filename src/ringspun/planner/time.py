@@ -153,7 +153,7 @@ def least_seconds(job: Job) -> float:
     compute = factor * 4 * work.wire.head_size * work.wire.heads * job.batch * pairs / work.rate
     laps = job.model.full_layers * (3 if job.checkpointing == "layer" else 2)
     if job.mask in (Causal(), Full()):
-        compute += laps * job.split.ring * LAUNCH_S
+        compute += laps * min(job.split.ring, 1 + work.wire.kv_heads) * LAUNCH_S  # strides of heads are steps too
     items = {**_products(job), "attention": compute, **_exchanges(job)}
     return sum(items.values()) + _sharding(job, items) + max(0.0, laps * _least_transfer(job) - compute)
 
