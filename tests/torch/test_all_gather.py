@@ -109,8 +109,9 @@ def test_no_more_is_alive_than_is_said(route):
     wire = wire_of(*x)
     with peak_memory() as peak:
         plan.attention(*x).sum().backward()
-    said = sum(accounting.memory(s, wire).total for s in plan.schedules)
-    assert peak.bytes <= said - sum(t.nbytes for t in x)
+    said = [accounting.memory(s, wire) for s in plan.schedules]
+    spare = sum(one.leased for one in said) / 4  # a lease may get a buffer that is larger by so much
+    assert peak.bytes <= sum(one.total for one in said) - sum(t.nbytes for t in x) + spare
 
 
 def test_more_strides_hold_less():
