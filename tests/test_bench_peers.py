@@ -24,6 +24,7 @@ from ringspun.testing.peers.base import Ready
 from ringspun.testing.peers.comparing import Outcome, compare
 from ringspun.testing.peers.lucidrains import Lucidrains
 from ringspun.testing.peers.own import Ring
+from ringspun.testing.peers.record import Comparison
 from ringspun.testing.peers.report import remarks, summary, table
 from ringspun.testing.peers.rows import ROWS, Row, long_tailed, mask_and_layout
 from ringspun.testing.peers.torch_ring import TorchRing
@@ -96,7 +97,7 @@ def test_one_that_refuses_does_what_comes_nearest_and_it_says_so(pools):
     for other in (ring, alone):
         assert other.refusal and other.instead == "full causal" and other.status == "right" and other.both_s
         assert "refuses: " in remarks(other) and "**instead: full causal**" in remarks(other)
-    cells = summary([(Row("window", 32768), [ours, ring])], TOKENS)[2]
+    cells = summary(Comparison(2, TOKENS, TOKENS, "").and_row(Row("window", 32768), [ours, ring]))[2]
     assert "gather, full causal instead" in cells
 
 
@@ -188,7 +189,7 @@ def test_pieces_are_the_mask():
     assert pieces_of(Window(3), n) is None and pieces_of(Causal() & Documents([5]), n) is None
 
 
-def test_the_command_lists_and_refuses(monkeypatch):
+def test_the_command_lists_and_refuses(tmp_path):
     listed = told("peers", "--list", "--rows", "window", "--ranks", "2").split("\n")
     assert listed[0] == "window-32768-r2-h2-d64-float32" and PEERS[0].name in listed and "picotron ring" in listed
     for options, words in (
@@ -196,9 +197,10 @@ def test_the_command_lists_and_refuses(monkeypatch):
         (["--peers", "nobody"], "peers must name peers; got 'nobody'"),
         (["--rounds", "0"], "rounds must be at least 1; got 0."),
         (["--tokens", "1"], "tokens must be at least 16; got 1."),
+        (["--save", str(tmp_path / "no" / "file")], "save must be a place for a file; got "),
         (["--judged-tokens", "1"], "judged-tokens must be at least 16; got 1."),
     ):
-        assert words in told("peers", *options, code=2)
+        assert words in told("peers", *options, code=1 if "--save" in options else 2)
 
 
 def test_the_command_prints_tables_json_and_a_picture(monkeypatch, tmp_path):
@@ -214,3 +216,20 @@ def test_the_command_prints_tables_json_and_a_picture(monkeypatch, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     read = json.loads(told("peers", "--rows", row.name, "--json"))
     assert read["rows"][0]["row"]["seq_len"] == 4096 and read["rows"][0]["peers"][1]["both_s"] == [3.0, 3.0]
+
+
+def test_what_was_saved_is_told_again(monkeypatch, tmp_path):
+    ours = Outcome("ringspun, ring", "1", "right", both_s=(2.0,), forward_s=(1.0,))
+    monkeypatch.setattr(comparing, "compare", lambda *args, **kwargs: [ours])
+    files = [str(tmp_path / f"{n}.json") for n in "ab"]
+    first, second = (
+        told("peers", "--rows", row.name, "--save", file) for row, file in zip(ROWS[:2], files, strict=True)
+    )
+    assert told("peers", "--from", files[0]) == first
+    both = told("peers", "--from", ",".join(files))
+    assert all(line in both for line in (*first.splitlines(), *second.splitlines()))
+    assert told("peers", "--from", files[0], "--json") == (tmp_path / "a.json").read_text() + "\n"
+    told("peers", "--rows", ROWS[1].name, "--rounds", "6", "--save", files[1])
+    assert "files must be measured alike" in told("peers", "--from", ",".join(files), code=1)
+    (tmp_path / "a.json").write_text("{}")
+    assert "must be a file of `ringspun bench peers --save`" in told("peers", "--from", files[0], code=1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +12,7 @@ from ringspun.cli.options import bounded, integers, split_list
 
 if TYPE_CHECKING:
     from ringspun.testing.peers import Peer
+    from ringspun.testing.peers.record import Comparison
     from ringspun.testing.peers.rows import Row
 
 
@@ -26,6 +25,8 @@ def peers(
         int | None, typer.Option(help="Instead of each row's own length, for a quick look.", show_default="none")
     ] = None,
     judged_tokens: Annotated[int, typer.Option(help="Length at which errors are measured.")] = 512,
+    save: Annotated[str | None, typer.Option(help="Write everything into this file, after each row.")] = None,
+    saved: Annotated[str | None, typer.Option("--from", help="Measure nothing: files of --save, comma list.")] = None,
     plot: Annotated[str | None, typer.Option(help="Draw it into this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of Markdown.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the names of rows and peers; measure nothing.")] = False,
@@ -34,39 +35,48 @@ def peers(
 
     A peer that is not installed is listed as such; benchmarks/peers.txt has them all.
     """
-    from ringspun.testing.peers.comparing import Outcome, compare, rank_pools
+    from ringspun.testing.peers.record import Comparison, machine
     from ringspun.testing.peers.report import markdown
 
-    def wanted() -> list[tuple[Row, list[Peer]]]:
-        bounded("rounds", rounds, least=1)
-        bounded("judged-tokens", judged_tokens, least=16, most=4096)
-        if tokens is not None:
-            bounded("tokens", tokens, least=16)
-        if plot is not None:
-            import matplotlib  # noqa: F401  # missing: said before the measurement, not after it
-        return _chosen(rows, integers("ranks", ranks, least=1, most=MOST_RANKS), who)
+    if plot is not None:
+        import matplotlib  # noqa: F401  # missing: said before the measurement, not after it
+    if saved is not None:
+        files = [Path(path) for path in saved.split(",")]
+        (found,) = measured_rows(lambda: [files], Comparison.from_files)
+    else:
 
-    if names:
-        (chosen,) = measured_rows(lambda: [wanted()], lambda some: some)
-        typer.echo("\n".join([*(row.name for row, _ in chosen), "", *(peer.name for peer in chosen[0][1])]))
-        return
-    with rank_pools() as pools:
+        def wanted() -> list[list[tuple[Row, list[Peer]]]]:
+            bounded("rounds", rounds, least=1)
+            bounded("judged-tokens", judged_tokens, least=16, most=4096)
+            bounded("tokens", 16 if tokens is None else tokens, least=16)
+            return [_chosen(rows, integers("ranks", ranks, least=1, most=MOST_RANKS), who)]
 
-        def measure(one: tuple[Row, list[Peer]]) -> tuple[Row, list[Outcome]]:
-            row, some = one
-            typer.echo(f"ringspun bench: {row.name}", err=True)
-            return row, compare(row, some, pools, rounds=rounds, judged_tokens=judged_tokens, tokens=tokens)
-
-        found = measured_rows(wanted, measure)
+        if names:
+            (chosen,) = measured_rows(wanted, lambda some: some)
+            typer.echo("\n".join([*(row.name for row, _ in chosen), "", *(peer.name for peer in chosen[0][1])]))
+            return
+        start = Comparison(rounds, judged_tokens, tokens, machine())
+        (found,) = measured_rows(wanted, lambda some: _measure(some, start, save))
     if plot is not None:
         from ringspun.testing.peers.picture import draw
 
-        draw(found, Path(plot), tokens)
-    if as_json:
-        table = [{"row": asdict(row), "name": row.name, "peers": [asdict(o) for o in some]} for row, some in found]
-        typer.echo(json.dumps({"rounds": rounds, "judged_tokens": judged_tokens, "tokens": tokens, "rows": table}))
-        return
-    typer.echo(markdown(found, rounds=rounds, judged_tokens=judged_tokens, tokens=tokens))
+        draw(found, Path(plot))
+    typer.echo(found.to_json() if as_json else markdown(found))
+
+
+def _measure(chosen: list[tuple[Row, list[Peer]]], found: Comparison, save: str | None) -> Comparison:
+    from ringspun.testing.peers import comparing
+
+    settings: dict[str, Any] = {name: getattr(found, name) for name in ("rounds", "judged_tokens", "tokens")}
+    if save is not None:
+        found.save(Path(save))  # a place where no file can be is found before the measurement
+    with comparing.rank_pools() as pools:
+        for row, some in chosen:
+            typer.echo(f"ringspun bench: {row.name}", err=True)
+            found = found.and_row(row, comparing.compare(row, some, pools, **settings))
+            if save is not None:
+                found.save(Path(save))
+    return found
 
 
 def _chosen(rows: str, ranks: list[int], who: str) -> list[tuple[Row, list[Peer]]]:

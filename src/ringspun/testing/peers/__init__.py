@@ -12,7 +12,7 @@
     traffic.py     bytes sent, counted from collectives
     judging.py     errors against float64, and where wrong begins
     comparing.py   a row of the table over all peers
-    report.py      tables in Markdown; picture.py: the same as a picture
+    record.py      all rows as a value and a file; report.py, picture.py: as tables, as a picture
 
 No peer is needed by this package; `benchmarks/peers.txt` has their versions.
 """

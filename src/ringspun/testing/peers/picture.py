@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from ringspun.testing.peers.report import Result, words_of
+from ringspun.testing.peers.record import Comparison
+from ringspun.testing.peers.report import words_of
 
 MARKS = "osD^v<>Ph*X"
 
 
-def draw(results: Sequence[Result], path: Path, tokens: int | None = None) -> None:
+def draw(comparison: Comparison, path: Path) -> None:
     """Write it; the kind of picture by the path's suffix."""
     from matplotlib.figure import Figure
 
+    results = comparison.rows
     figure = Figure(figsize=(11, 1.6 + 0.42 * len(results)), layout="constrained")
     axes = figure.subplots()
     names = [outcome.peer for outcome in results[0][1]]
@@ -34,7 +35,7 @@ def draw(results: Sequence[Result], path: Path, tokens: int | None = None) -> No
     axes.set_xscale("log")
     for scale in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         scale("{x:g}")
-    axes.set_yticks(range(len(results)), [words_of(row, tokens) for row, _ in results])
+    axes.set_yticks(range(len(results)), [words_of(row, comparison.tokens) for row, _ in results])
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
     axes.set(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from statistics import median
 
-import torch
-
-from ringspun.core.host import cores
 from ringspun.testing.peers.comparing import Outcome
+from ringspun.testing.peers.record import Comparison
 from ringspun.testing.peers.rows import Row
 from ringspun.testing.timing import paired_ratio
 
 MIB = 1 << 20
-Result = tuple[Row, Sequence[Outcome]]
 NOTES = """\
 All peers run the same seeded data with random incoming gradients, in turn in one run, the machine's cores shared among
 the ranks. Seconds: median over the rounds, the slowest rank's. Over ours: of forward + backward, the median ratio of
@@ -23,7 +19,7 @@ rank that has most; what gloo allocates in its own threads is not seen. Sent: by
 driver's count, headers and all, others by the arguments of their collectives. Errors: the largest over the tensor's
 largest entry, against dense float64, at the shorter length above, by the same code. A peer that is wrong is not timed
 as if right: where its `out` is right, its forward is. Instead of what a peer refuses, the nearest that it can do is
-judged and timed; its errors are then against that."""
+judged and timed, in at most 3 rounds; its errors are then against that."""
 
 
 def words_of(row: Row, tokens: int | None = None) -> str:
@@ -34,25 +30,25 @@ def words_of(row: Row, tokens: int | None = None) -> str:
     return f"{mask}, S={work.seq_len:,}, R={row.ranks}, {heads}, D={row.head_size}, {row.dtype}"
 
 
-def markdown(results: Sequence[Result], *, rounds: int, judged_tokens: int, tokens: int | None = None) -> str:
-    """The whole comparison. Arguments as of `compare`."""
-    machine = f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    head = [f"{machine}; {rounds} rounds; errors at S={judged_tokens:,}.", "", NOTES, "", *summary(results, tokens)]
-    parts = [line for row, found in results for line in ("", f"### {words_of(row, tokens)}", "", *table(found))]
+def markdown(comparison: Comparison) -> str:
+    """All of it."""
+    one = comparison
+    head = [f"{one.machine}; {one.rounds} rounds; errors at S={one.judged_tokens:,}.", "", NOTES, "", *summary(one)]
+    parts = [line for row, found in one.rows for line in ("", f"### {words_of(row, one.tokens)}", "", *table(found))]
     return "\n".join([*head, *parts])
 
 
-def summary(results: Sequence[Result], tokens: int | None = None) -> list[str]:
+def summary(comparison: Comparison) -> list[str]:
     """One line per row: ours, the fastest other that is right, and the leanest other ring."""
     lines = ["| row | ours, s | fastest right other | its s | over ours | our peak, MiB | leanest other ring, MiB |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for row, found in results:
+    for row, found in comparison.rows:
         ours = found[0]
         others = [o for o in found[1:] if o.both_s]
         rival = min(others, key=lambda o: o.median_s, default=None)
         rings = [o.peak_bytes for o in others if o.is_ring and o.peak_bytes is not None]
         name = "" if rival is None else rival.peer + (f", {rival.instead} instead" if rival.instead else "")
-        cells = [words_of(row, tokens), _seconds(ours.both_s), name, _seconds(rival.both_s if rival else ()),
+        cells = [words_of(row, comparison.tokens), _seconds(ours.both_s), name, _seconds(rival.both_s if rival else ()),
                  _over(rival, ours), _mib(ours.peak_bytes), _mib(min(rings, default=None))]  # fmt: skip
         lines.append(_line(cells))
     return lines
@@ -86,10 +82,10 @@ def _cells(o: Outcome, ours: Outcome) -> list[str]:
 
 
 def _over(other: Outcome | None, ours: Outcome) -> str:
-    if other is None or not other.both_s or len(other.both_s) != len(ours.both_s):
+    rounds = 0 if other is None else min(len(other.both_s), len(ours.both_s))
+    if other is None or not rounds:
         return ""
-    ratio = paired_ratio(other.both_s, ours.both_s)
-    return f"{ratio.median:.3f}"
+    return f"{paired_ratio(other.both_s[:rounds], ours.both_s[:rounds]).median:.3f}"
 
 
 def _seconds(times: Sequence[float]) -> str:
