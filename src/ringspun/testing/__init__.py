@@ -20,8 +20,8 @@
     peers/         other attentions over ranks, judged and timed beside ours
     torch.py       a case on a ring, and dense attention in the same dtype
 
-What certifies is exported here and needs NumPy alone. `candidates`, `peers`, `pool`, `timing`, `torch`, and all from `faults` to
-`soak`, need torch.
+What certifies is exported here and needs NumPy alone. `candidates`, `peers`, `pool`, `timing`, `torch`, and all from
+`faults` to `soak`, need torch.
 """
 
 from __future__ import annotations
