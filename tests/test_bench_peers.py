@@ -23,7 +23,7 @@ from ringspun.testing.peers.absent import Absent
 from ringspun.testing.peers.base import Ready
 from ringspun.testing.peers.comparing import Outcome, compare
 from ringspun.testing.peers.lucidrains import Lucidrains
-from ringspun.testing.peers.own import Ring
+from ringspun.testing.peers.own import Heads, Ring
 from ringspun.testing.peers.record import Comparison
 from ringspun.testing.peers.report import remarks, summary, table
 from ringspun.testing.peers.rows import ROWS, Row, long_tailed, mask_and_layout
@@ -33,7 +33,7 @@ from ringspun.testing.peers.whole import Alone, pieces_of
 from tests.test_cli_bench_machine import told
 
 TOKENS = 64
-HERE = (Ring(), TorchRing("gather", rotate="allgather"), TorchRing("hop", rotate="alltoall"), Alone())
+HERE = (Ring(), Heads(), TorchRing("gather", rotate="allgather"), TorchRing("hop", rotate="alltoall"), Alone())
 """Those that need nothing installed."""
 
 
@@ -92,7 +92,7 @@ def test_a_wrong_peer_is_reported_wrong_and_not_timed_as_if_right(pools):
 
 @pytest.mark.processes
 def test_one_that_refuses_does_what_comes_nearest_and_it_says_so(pools):
-    ours, ring, alone = compared(pools, Row("window", 32768), Ring(), HERE[1], Alone())
+    ours, ring, alone = compared(pools, Row("window", 32768), Ring(), HERE[2], Alone())
     assert (ours.status, ours.refusal) == ("right", "")
     for other in (ring, alone):
         assert other.refusal and other.instead == "full causal" and other.status == "right" and other.both_s
@@ -103,7 +103,7 @@ def test_one_that_refuses_does_what_comes_nearest_and_it_says_so(pools):
 
 @pytest.mark.processes
 def test_documents_one_after_the_other_are_right_and_refusals_have_their_reasons(pools):
-    ours, alone, ring = compared(pools, Row("documents", 32768), Ring(), Alone(), HERE[2], tokens=66)
+    ours, alone, ring = compared(pools, Row("documents", 32768), Ring(), Alone(), HERE[3], tokens=66)
     assert ours.status == alone.status == "right" and "one call per document" in alone.remark
     assert ring.status == "refused" and "knows the causal mask" in ring.refusal and not ring.instead  # 66 over 4 chunks
     assert ring.forward_s == () and ours.both_s
@@ -206,8 +206,10 @@ def test_the_command_lists_and_refuses(tmp_path):
 def test_the_command_prints_tables_json_and_a_picture(monkeypatch, tmp_path):
     row = ROWS[0]
     ours = Outcome("ringspun, ring", "1", "right", errors=dict.fromkeys(("out", "dq", "dk", "dv"), 1e-7),
-                   forward_s=(1.0, 1.0), both_s=(2.0, 2.0), peak_bytes=1 << 20, sent_bytes=1 << 21)  # fmt: skip
-    other = replace(ours, peer="other", is_ring=True, both_s=(3.0, 3.0), sent_bytes=None, peak_bytes=3 << 20)
+                   is_ours=True, forward_s=(1.0, 1.0), both_s=(2.0, 2.0), peak_bytes=1 << 20, sent_bytes=1 << 21)  # fmt: skip
+    other = replace(
+        ours, peer="other", is_ring=True, is_ours=False, both_s=(3.0, 3.0), sent_bytes=None, peak_bytes=3 << 20
+    )
     monkeypatch.setattr(comparing, "compare", lambda *args, **kwargs: [ours, other])
     picture = tmp_path / "peers.png"
     printed = told("peers", "--rows", row.name, "--plot", str(picture))

@@ -29,7 +29,8 @@ class Outcome:
     """What came of one peer in one row.
 
     Args:
-        peer, version: who. is_ring: whether keys and values travel. remark: how it is called.
+        peer, version: who. is_ring: whether keys and values travel. is_ours: this package.
+        remark: how it is called.
         refusal: why it cannot do the row as asked; "": it can. instead: what was judged and timed in its place.
         status: of that, "right", "wrong", "failed", or "long" for a sequence that it is not timed with; otherwise
             "refused" or "absent". words: why.
@@ -42,6 +43,7 @@ class Outcome:
     status: str
     words: str = ""
     is_ring: bool = False
+    is_ours: bool = False
     remark: str = ""
     refusal: str = ""
     instead: str = ""
@@ -116,7 +118,7 @@ def compare(
 
 def _entered(peer: Peer, work: Work, small: Work, pools: Pools, judge: Callable[[Work], Judge]) -> Outcome | _Entry:
     """Judge a peer, or say why it cannot be."""
-    base = Outcome(peer.name, peer.version, "right", is_ring=peer.is_ring)
+    base = Outcome(peer.name, peer.version, "right", is_ring=peer.is_ring, is_ours=peer.module == "ringspun")
     if base.version is None:
         return replace(base, status="absent", words=peer.missing)
     reason = peer.refuses(work)

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspun.core.host import cores
 from ringspun.testing.peers.base import Peer, Ready
 from ringspun.testing.peers.traffic import Traffic
-from ringspun.testing.timing import Work
+from ringspun.testing.timing import Work, threads_per_rank
 from ringspun.torch.memory import peak_memory
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -84,8 +83,8 @@ def forget_on_rank(ring_rank: int) -> None:
 
 
 def threads(peer: Peer, work: Work) -> int:
-    """Threads of each process: together the machine's cores, whoever runs."""
-    return max(1, cores() // peer.ranks(work))
+    """Threads of each of its processes: together the machine's cores, whoever runs."""
+    return threads_per_rank(peer.ranks(work))
 
 
 @lru_cache(maxsize=32)  # kept between turns, so that a turn is one call

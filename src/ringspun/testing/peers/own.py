@@ -1,10 +1,8 @@
-"""This package: its ring, and its split of heads where `ContextParallel` has one."""
+"""This package: its ring, and its split of heads."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ringspun.core.layout import Contiguous
 from ringspun.testing.peers.base import Peer, Ready
@@ -24,44 +22,31 @@ class Ring(Peer):
         return None
 
     def remark(self, work: Work) -> str:
-        name = str(work.layout)
-        return name.partition("(")[0]
+        return str(work.layout).partition("(")[0]
 
     def prepare(self, ring_rank: int, work: Work) -> Ready:
-        return _ready(ContextParallel(layout=work.layout, checks=work.checks, route=work.route), ring_rank, work)
+        context = ContextParallel(layout=work.layout, checks=work.checks, route=work.route, ulysses=work.ulysses)
+        plan = context.plan(work.seq_len, work.mask)
+        counts = context.driver.counts
+
+        def sent() -> int:
+            return sum(n for (sender, _), n in counts.bytes.items() if sender == ring_rank)
+
+        return Ready(plan.partition.positions().numpy(), plan.attention, sent_bytes=sent)
 
 
 @dataclass(frozen=True)
-class Heads(Peer):
+class Heads(Ring):
     """Ours, all ranks splitting heads."""
 
     name: str = "ringspun, heads"
-    module: str = "ringspun"
-    distribution: str = "ringspun"
     is_ring: bool = False
-
-    @property
-    def version(self) -> str | None:
-        known = inspect.signature(ContextParallel).parameters
-        return super().version if "ulysses" in known else None
-
-    @property
-    def missing(self) -> str:
-        return "not in this version"
 
     def refuses(self, work: Work) -> str | None:
         return None if work.heads >= work.ranks else f"{work.heads} heads cannot be split over {work.ranks} ranks"
 
+    def remark(self, work: Work) -> str:
+        return "contiguous"
+
     def prepare(self, ring_rank: int, work: Work) -> Ready:
-        split: Any = {"ulysses": work.ranks}
-        return _ready(ContextParallel(layout=Contiguous(), checks=work.checks, **split), ring_rank, work)
-
-
-def _ready(context: ContextParallel, ring_rank: int, work: Work) -> Ready:
-    plan = context.plan(work.seq_len, work.mask)
-    counts = context.driver.counts
-
-    def sent() -> int:
-        return sum(n for (sender, _), n in counts.bytes.items() if sender == ring_rank)
-
-    return Ready(plan.partition.positions().numpy(), plan.attention, sent_bytes=sent)
+        return super().prepare(ring_rank, replace(work, ulysses=work.ranks, layout=Contiguous()))

@@ -39,12 +39,12 @@ def markdown(comparison: Comparison) -> str:
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """One line per row: ours, the fastest other that is right, and the leanest other ring."""
+    """One line per row: our ring, the fastest other that is right, and the leanest other ring."""
     lines = ["| row | ours, s | fastest right other | its s | over ours | our peak, MiB | leanest other ring, MiB |"]
     lines.append("|---|---|---|---|---|---|---|")
     for row, found in comparison.rows:
         ours = found[0]
-        others = [o for o in found[1:] if o.both_s]
+        others = [o for o in found if o.both_s and not o.is_ours]
         rival = min(others, key=lambda o: o.median_s, default=None)
         rings = [o.peak_bytes for o in others if o.is_ring and o.peak_bytes is not None]
         name = "" if rival is None else rival.peer + (f", {rival.instead} instead" if rival.instead else "")
