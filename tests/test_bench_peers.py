@@ -205,8 +205,9 @@ def test_the_command_lists_and_refuses(tmp_path):
 
 def test_the_command_prints_tables_json_and_a_picture(monkeypatch, tmp_path):
     row = ROWS[0]
-    ours = Outcome("ringspun, ring", "1", "right", errors=dict.fromkeys(("out", "dq", "dk", "dv"), 1e-7),
-                   is_ours=True, forward_s=(1.0, 1.0), both_s=(2.0, 2.0), peak_bytes=1 << 20, sent_bytes=1 << 21)  # fmt: skip
+    same = dict.fromkeys(("out", "dq", "dk", "dv"), 1e-7)
+    ours = replace(Outcome("ringspun, ring", "1", "right", is_ours=True, errors=same), forward_s=(1.0,) * 2)
+    ours = replace(ours, both_s=(2.0, 2.0), peak_bytes=1 << 20, sent_bytes=1 << 21)
     other = replace(
         ours, peer="other", is_ring=True, is_ours=False, both_s=(3.0, 3.0), sent_bytes=None, peak_bytes=3 << 20
     )
