@@ -96,8 +96,8 @@ def test_the_best_is_exported_as_a_config_that_train_takes(tmp_path):
     config = load_config(path)
     assert (config.seq_len, config.ranks, config.layout) == (131072, 8, "zigzag")
     assert (config.model.layers, config.model.heads, config.model.kv_heads) == (32, 32, 8)
-    line = told("train", *EIGHT[:-1], "64", "--seq-len", "1M", "--export", str(path), code=2)
-    assert "split must be a ring and replicas for `ringspun train`" in line
+    found = told("train", *EIGHT[:-1], "64", "--seq-len", "1M", "--export", str(path), code=2)
+    assert "split must be one ring for `ringspun train`" in found and "tokens" in found  # and the plan is told
 
 
 def test_a_measured_profile_replaces_links(tmp_path):

@@ -61,7 +61,7 @@ def test_the_slices_told_of_are_where_hops_begin_to_hide():
 
 def test_only_rings_are_exported():
     (plan,) = search(Question(LLAMA, H100, 128 * K), keep=1, only=lambda split: split.ulysses == 2)
-    with pytest.raises(ConfigError, match="split must be a ring and replicas"):
+    with pytest.raises(ConfigError, match="split must be one ring"):
         train_config(plan)
     (plan,) = search(Question(model("gpt2"), H100, 8 * K), keep=1, only=lambda split: split.ring == 8)
     with pytest.raises(ConfigError, match="model must be a Llama"):

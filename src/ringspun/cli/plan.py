@@ -59,7 +59,7 @@ def train(
         int | None, typer.Option(help="Tokens of a chunk of the loss, computed again in backward.", show_default="all")
     ] = None,
     ring_only: Annotated[
-        bool, typer.Option("--ring-only", help="Rings and replicas alone: what `train` runs.")
+        bool, typer.Option("--ring-only", help="Rings and replicas alone, no split heads.")
     ] = False,
     price: Annotated[float | None, typer.Option(help="Of a device and hour.")] = None,
     keep: Annotated[int, typer.Option(help="Plans to show.")] = 5,
@@ -93,12 +93,12 @@ def train(
         why = verdict(question, plans)
         best = plans[0]
         hints = advice(best.memory, question.model, best.job.tokens, question.recipe)
-        if export is not None:
-            export.write_text(train_config(best), encoding="utf-8")
         if as_json:
             _print(answer_data(question, plans, why, hints))
         else:
             show_answer(question, plans, why, hints)
+        if export is not None:
+            export.write_text(train_config(best), encoding="utf-8")
 
 
 @app.command()

@@ -89,15 +89,17 @@ def train_config(plan: Plan, *, steps: int = 1000) -> str:
         ConfigError: a plan with what that command has not: another degree than the ring's, another kind of model.
     """
     split, model = plan.job.split, plan.job.model
-    if split.ulysses > 1 or split.tp > 1:
+    if split.ulysses > 1 or split.tp > 1 or split.dp > 1:
         raise ConfigError(
-            f"split must be a ring and replicas for `ringspun train`; got {split}. Ask with --ring-only, "
-            "or take the JSON."
+            f"split must be one ring for `ringspun train`; got {split}. Ask with --ring-only and --batch 1, or take "
+            "the JSON."
         )
     if not model.gated or model.biases != "none" or model.window or model.head_size * model.heads != model.hidden:
         raise ConfigError(f"model must be a Llama for `ringspun train`; got {model.name}. Take the JSON.")
     lines = [
-        f"# {model.name} on {split}; {plan.seconds:.3g} s a step expected. Tokens are bytes: no vocabulary is set.",
+        f"# {model.name} on {split}; {plan.seconds:.3g} s a step of {plan.passes} sequences expected. A step of",
+        "# `ringspun train` is one sequence; its tokens are bytes. Not said here: vocabulary, theta of the rotary",
+        f"# positions, route ({plan.job.route}), checkpointing ({plan.job.checkpointing}), sharding of weights.",
         f"seq_len = {plan.job.seq_len}",
         f"ranks = {split.ring}",
         f"layout = {json.dumps(str(plan.job.layout))}",

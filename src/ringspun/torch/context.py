@@ -170,6 +170,11 @@ class ContextParallel:
         return self.degrees.place(self.driver.ring_ranks[0])[1]
 
     @property
+    def rank(self) -> int:
+        """This process's place among all ranks of the context; 0 for a loopback."""
+        return self.driver.ring_ranks[0]
+
+    @property
     def size(self) -> int:
         """All ranks that hold the sequence together: R times U."""
         return self.driver.size
