@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ringspun.core.route.base import NONE, OWN, Action, Moment, Rows, pack_slot
-from ringspun.core.wire import Payload
+from ringspun.core.wire import Payload, Side
 
 
 class Fault(AssertionError):
@@ -78,7 +78,7 @@ class Rank:
 
     def __init__(self, rank, size, legs, computes, tokens, owners, wires):
         self.rank, self.legs, self.computes, self.tokens, self.wires = rank, legs, computes, tokens, wires
-        self.size, self.owners = size, owners
+        self.size, self.owners, self.side = size, owners, getattr(legs, "side", Side.KEYS)
         self.slots = defaultdict(Slot)
         self.own = defaultdict(Counter)
         self.open = {}
@@ -121,7 +121,7 @@ class Rank:
             else:
                 if slot <= OWN:
                     own = self.owners[source] == self.rank
-                    check(payload == Payload.KV and own, f"{where}: packs what is not its own")
+                    check(payload == self.side.block and own, f"{where}: packs what is not its own")
                     check(not place.sending and not place.receiving, f"{where}: packs over what is under way")
                     place.owner = source
                 check(not place.receiving and place.owner == source, f"{where}: sends {place.owner}")
@@ -137,7 +137,7 @@ class Rank:
         if slot == OWN:
             check(self.owners[source] == self.rank, f"{where}, its own")
         else:
-            place = self.slots[Payload.KV, slot]
+            place = self.slots[self.side.block, slot]
             check(not place.receiving and place.owner == source, f"{where}, which holds {place.owner}")
 
     def add_gradients(self, step, source, _, slot, fresh, home, home_block, reader):
@@ -148,7 +148,7 @@ class Rank:
                 check(self.owners[source] == self.rank, f"{where}: not its own")
                 self.own[source][reader] += 1
         else:
-            place = self.slots[Payload.DKV, slot]
+            place = self.slots[self.side.gradients, slot]
             idle = not place.sending and not place.receiving
             if fresh:
                 check(idle, f"{where}: zeroes what is under way")
@@ -158,7 +158,7 @@ class Rank:
                 check(idle, f"{where}: adds to what is under way")
                 place.added[reader] += 1
         if home != NONE:
-            place = self.slots[Payload.DKV, home]
+            place = self.slots[self.side.gradients, home]
             mine = place.owner == home_block and self.owners[home_block] == self.rank
             check(not place.receiving and mine, f"{where}: not home, holds {place.owner}")
             self.own[home_block] += place.added

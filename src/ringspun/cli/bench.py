@@ -196,6 +196,7 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
     """Bytes that the busiest rank sends, and how long its link would take for them at its peak."""
     from ringspun.core.accounting import account
     from ringspun.core.schedule import Geometry
+    from ringspun.core.ways import taken
     from ringspun.core.wire import Format
 
     element = BYTES[work.dtype]
@@ -206,9 +207,9 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
         work.mask, work.seq_len
     )
     sent = max(
-        account(s.forward, wire, backward=False).total_sent_bytes
-        + account(s.backward, wire, backward=True).total_sent_bytes
-        for s in schedules
+        account(one.forward, wire, backward=False).total_sent_bytes
+        + account(two.backward, wire, backward=True).total_sent_bytes
+        for one, two in zip(schedules, taken(schedules, wire, work.backward), strict=True)
     )
     return {"sent_bytes": sent, "least_s": sent / links.near.peak if links else 0.0}
 

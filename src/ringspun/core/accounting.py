@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ringspun.core import tiles as tl
 from ringspun.core.route.base import Action, MessageColumn, StepColumn
 from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.ways import Turned
 from ringspun.core.wire import Format, Payload
 
 
@@ -46,7 +47,7 @@ def account(one: Pass, wire: Format, *, backward: bool) -> Account:
         rows = int(row[MessageColumn.ROW1] - row[MessageColumn.ROW0])
         peer = int(row[MessageColumn.PEER])
         sent[peer] = sent.get(peer, 0) + wire.message_bytes(Payload(row[MessageColumn.PAYLOAD]), rows)
-    blocks = sends[sends[:, MessageColumn.PAYLOAD] == Payload.KV]
+    blocks = sends[sends[:, MessageColumn.PAYLOAD] == one.side.block]
     every_row = (one.tiles[:, tl.B1] < 0).all()  # else the tiles say themselves which batch rows they are for
     pairs = one.pairs
     d, dv = wire.head_size, wire.value_size
@@ -81,8 +82,9 @@ class Memory:
     """Bytes of one rank that are alive at the peak of forward + backward, itemised (kernel workspace excepted).
 
     Args:
-        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: key/value blocks in flight.
-        gradient_slots: travelling dK, dV. accumulators: fp32 out (forward) or dq, dk, dv (backward), the larger.
+        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: blocks in flight, of k and v or of
+            q, dO, lse and delta. gradient_slots: travelling dK, dV, or dQ. accumulators: fp32 out (forward) or dq, dk,
+            dv (backward), the larger.
     """
 
     tensors: int
@@ -97,17 +99,23 @@ class Memory:
         return self.tensors + self.lse + self.block_slots + self.gradient_slots + self.accumulators
 
 
-def memory(schedule: Schedule, wire: Format) -> Memory:
-    """Peak live bytes of one rank by the schedule's own slots."""
+def memory(schedule: Schedule, wire: Format, taken: Schedule | Turned | None = None) -> Memory:
+    """Peak live bytes of one rank by the schedule's own slots.
+
+    Args:
+        taken: whose `backward` calls take (`ringspun.core.ways.taken`); default the schedule's.
+    """
+    way = schedule if taken is None else taken
     q = wire.batch * wire.heads * schedule.local_tokens
     kv = wire.batch * wire.kv_heads * int(schedule.key_tokens[schedule.ring_rank])
     widths = wire.head_size + wire.value_size
     tensors = wire.itemsize * 2 * (q * widths + kv * widths)
     accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
-    slots = {Payload.KV: 0, Payload.DKV: 0}
-    for (payload, _), rows in schedule.backward.slot_rows(schedule.travelling_tokens).items():
+    slots = {way.backward.side.block: 0, way.backward.side.gradients: 0}
+    for (payload, _), rows in way.backward.slot_rows(way.travelling_tokens).items():
         slots[payload] += wire.message_bytes(payload, rows)
-    return Memory(tensors, 2 * wire.accumulator_itemsize * q, slots[Payload.KV], slots[Payload.DKV], accumulators)
+    blocks, gradients = slots.values()
+    return Memory(tensors, 2 * wire.accumulator_itemsize * q, blocks, gradients, accumulators)
 
 
 def sources(one: Pass) -> list[int]:

@@ -28,7 +28,7 @@ from ringspun.core.readings import of_route
 from ringspun.core.route.auto import Auto
 from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, pack_slot
 from ringspun.core.text import shown
-from ringspun.core.wire import Payload
+from ringspun.core.wire import Payload, Side
 from ringspun.errors import LayoutError, PlanError
 
 FORMAT_VERSION = 3
@@ -40,20 +40,25 @@ MANY_BLOCKS = 1 << 32
 class Pass:
     """One direction of one rank: step and message rows (columns: `StepColumn`, `MessageColumn`), and all tiles.
 
-    Tiles of step t are ``tiles[tile_offsets[t]:tile_offsets[t + 1]]`` (columns: `ringspun.core.tiles`).
+    Tiles of step t are ``tiles[tile_offsets[t]:tile_offsets[t + 1]]`` (columns: `ringspun.core.tiles`). `side`: what
+    goes round; it is what blocks are of, and tiles count the rows of the block of it.
     """
 
     steps: NDArray[np.int64]
     messages: NDArray[np.int64]
     tiles: tl.Tiles
     tile_offsets: NDArray[np.int64]
+    side: Side = Side.KEYS
 
     def __post_init__(self) -> None:
         for array in self._arrays():
             array.setflags(write=False)
 
-    def __reduce__(self) -> tuple[type[Pass], tuple[NDArray[np.int64], ...]]:
-        return Pass, self._arrays()  # through __init__, so that a copy from a loader's worker is read-only too
+    def __reduce__(self) -> tuple[type[Pass], tuple[NDArray[np.int64] | Side, ...]]:
+        return Pass, (
+            *self._arrays(),
+            self.side,
+        )  # through __init__, so that a copy from a loader's worker is read-only too
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -78,12 +83,12 @@ class Pass:
         """Buffers that it uses, and the most rows each has to hold.
 
         Args:
-            rows_of_blocks: `Schedule.travelling_tokens`.
+            rows_of_blocks: `Blocks.travelling_tokens`.
         """
         m, gathers = self.messages, self.steps[self.steps[:, StepColumn.GRAD_SLOT] != OWN]
         used = m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.ROW1]].tolist()
         used += [
-            (Payload.DKV, slot, rows_of_blocks[block])
+            (self.side.gradients, slot, rows_of_blocks[block])
             for block, slot in gathers[:, [StepColumn.SOURCE, StepColumn.GRAD_SLOT]].tolist()
         ]
         rows: dict[tuple[Payload, int], int] = {}
@@ -96,8 +101,52 @@ class Pass:
         return self.steps, self.messages, self.tiles, self.tile_offsets
 
 
+class Blocks:
+    """What goes round, as one rank sees it."""
+
+    ring_rank: int
+    ring_size: int
+    travelling: needs.Travelling
+    owners: NDArray[np.int64] | None
+
+    @cached_property
+    def travelling_tokens(self) -> NDArray[np.int64]:
+        """Rows of every block on its way."""
+        return needs.count(self.travelling, self.ring_size if self.owners is None else len(self.owners))
+
+    def owner(self, block: int) -> int:
+        """Ring rank that holds a block."""
+        return block if self.owners is None else int(self.owners[block])
+
+    def travelling_rows(self, block: int) -> slice | NDArray[np.int64]:
+        """Which of its owner's rows a block on its way holds."""
+        mine = self.travelling[self.travelling[:, needs.OWNER] == block, needs.ROW0 :]
+        if len(mine) == 1:
+            return slice(*map(int, mine[0]))
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(*row) for row in mine)])
+
+    def rows_of_tiles(self, block: int) -> slice | NDArray[np.int64]:
+        """Which of its owner's rows this rank's tiles count: all of its own shard, but for a grid."""
+        if self.owners is None and block == self.ring_rank:
+            return slice(0, None)
+        return self.travelling_rows(block)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the schedules of a ring were made from, beside the mask, and what they come to.
+
+    Args:
+        route: taken, not `Auto`. sent: in backward by all ranks together (`BoundRoute.sent`).
+    """
+
+    sides: Sides
+    route: Route
+    sent: NDArray[np.int64]
+
+
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(Blocks):
     """What one rank does in one attention call.
 
     Args:
@@ -111,6 +160,8 @@ class Schedule:
             unit of keys, tiles count its rows on every rank, and no result depends on the number of ranks.
         owners: ring rank of each block; None: a block is a rank's shard.
         route: that it takes. weighed: what it was chosen from (`ringspun.core.choice`), if it was.
+        origin: what a backward pass in which queries travel is made from (`ringspun.core.ways`); None: there is none.
+            Who edits `backward` takes it away, or asks for keys.
     """
 
     ring_rank: int
@@ -126,33 +177,12 @@ class Schedule:
     owners: NDArray[np.int64] | None = None
     route: str = "ring"
     weighed: Weighed = ()
+    origin: Origin | None = None
 
     @property
     def local_tokens(self) -> int:
         """Query rows of this rank."""
         return int(self.tokens[self.ring_rank])
-
-    @cached_property
-    def travelling_tokens(self) -> NDArray[np.int64]:
-        """Rows of every block on its way."""
-        return needs.count(self.travelling, self.ring_size if self.owners is None else len(self.owners))
-
-    def owner(self, block: int) -> int:
-        """Ring rank that holds a block."""
-        return block if self.owners is None else int(self.owners[block])
-
-    def travelling_rows(self, block: int) -> slice | NDArray[np.int64]:
-        """Which of its owner's key rows a block on its way holds."""
-        mine = self.travelling[self.travelling[:, needs.OWNER] == block, needs.ROW0 :]
-        if len(mine) == 1:
-            return slice(*map(int, mine[0]))
-        return np.concatenate([np.zeros(0, np.int64), *(np.arange(*row) for row in mine)])
-
-    def rows_of_tiles(self, block: int) -> slice | NDArray[np.int64]:
-        """Which of its owner's key rows this rank's tiles count: all of its own shard, but for a grid."""
-        if self.owners is None and block == self.ring_rank:
-            return slice(0, None)
-        return self.travelling_rows(block)
 
     @cached_property
     def digest(self) -> bytes:
@@ -321,7 +351,7 @@ def compile_schedules(
     """
     mask = mask_of(mask)
     _check_rows(sides, mask)
-    cuts = [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
+    cuts = cuts_of(sides, mask)
     inputs = input_digest(sides, mask, route)
     weighed: Weighed = ()
     if isinstance(route, Auto):
@@ -329,21 +359,27 @@ def compile_schedules(
     cut, taken = of_route(route, sides, cuts), route
     cut.travelling.setflags(write=False)
     bound = taken.bind(cut.needs)
+    origin = None if taken.grid else Origin(sides, taken, bound.sent(sides.keys.ring_size))
 
     def of_rank(ring_rank: int) -> Schedule:
         read = cut.of_rank(ring_rank)
-        forward, backward = (_attach(legs(ring_rank), *read) for legs in (bound.forward, bound.backward))
+        forward, backward = (attach(legs(ring_rank), *read) for legs in (bound.forward, bound.backward))
         size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
         owners = cut.needs.owners
         return Schedule(
             ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, taken.grid, owners,
-            str(taken), weighed,
+            str(taken), weighed, origin,
         )  # fmt: skip
 
     return tuple(map(of_rank, ring_ranks))
 
 
 ALL_ROWS = [(0, -1)]
+
+
+def cuts_of(sides: Sides, mask: Mask | RowMasks) -> list[tuple[Cut, list[tuple[int, int]]]]:
+    """Each different mask's cut, with the ranges of batch rows that it holds for."""
+    return [(Cut(sides.queries, sides.keys, _regions(one, sides)), rows) for one, rows in _distinct(mask)]
 
 
 def _distinct(mask: Mask | RowMasks) -> list[tuple[Mask, list[tuple[int, int]]]]:
@@ -362,7 +398,7 @@ def _check_rows(sides: Sides, mask: Mask | RowMasks) -> None:
             )
 
 
-def _attach(legs: Legs, tiles: tl.Tiles, reader: NDArray[np.int64], block: NDArray[np.int64]) -> Pass:
+def attach(legs: Legs, tiles: tl.Tiles, reader: NDArray[np.int64], block: NDArray[np.int64]) -> Pass:
     """A route's pass with the tiles of each step: those of the reader and block that the step names first."""
     named = legs.steps[:, StepColumn.READER] * MANY_BLOCKS + legs.steps[:, StepColumn.SOURCE]
     wanted = reader * MANY_BLOCKS + block

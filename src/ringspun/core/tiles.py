@@ -37,6 +37,11 @@ def rows(tiles: Tiles) -> NDArray[np.int64]:
     return np.where(tiles[:, B1] < 0, 1, tiles[:, B1] - tiles[:, B0])
 
 
+def turned(tiles: Tiles) -> Tiles:
+    """The same pairs with queries and keys in each other's place."""
+    return np.column_stack([tiles[:, [B0, B1]], rg.turned(tiles[:, REGION])])
+
+
 def build(cut: Cut, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
     """All tiles of one rank against every rank's keys, coalesced: ``(tiles [n, 8], source rank of each [n])``.
 

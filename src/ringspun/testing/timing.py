@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class Work:
 
     Args:
         ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
-        mask, layout, checks, route: of the ring. batch: B.
+        mask, layout, checks, route, backward: of the ring. batch: B.
     """
 
     ranks: int
@@ -40,6 +41,7 @@ class Work:
     batch: int = 1
     checks: str = "header"
     route: Route = field(default_factory=Ring)
+    backward: Literal["auto", "keys", "queries"] = "auto"
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -50,7 +52,9 @@ def threads_per_rank(ranks: int) -> int:
 def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
     """On every rank of a pool: seconds of each repeat, all ranks starting together."""
     torch.set_num_threads(threads_per_rank(work.ranks))
-    plan = ContextParallel(layout=work.layout, checks=work.checks, route=work.route).plan(work.seq_len, work.mask)
+    plan = ContextParallel(layout=work.layout, checks=work.checks, route=work.route, backward=work.backward).plan(
+        work.seq_len, work.mask
+    )
     q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
     return [_once(plan, q, k, v, dout, barrier=True) for _ in range(repeats)]
 
@@ -58,7 +62,7 @@ def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
 def peak_on_rank(ring_rank: int, work: Work) -> int:
     """On every rank of a pool: peak bytes of a first forward + backward above what the inputs take, one thread."""
     torch.set_num_threads(1)
-    plan = ContextParallel(layout=work.layout, route=work.route).plan(work.seq_len, work.mask)
+    plan = ContextParallel(layout=work.layout, route=work.route, backward=work.backward).plan(work.seq_len, work.mask)
     q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
     with peak_memory() as peak:
         torch.autograd.grad(plan.attention(q, k, v), (q, k, v), dout)

@@ -245,13 +245,12 @@ class BlockBias(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBias:
-    """The bias of one rank's queries. `k_positions` gives the positions of the block of a ring rank."""
+    """The bias of what one rank computes. `positions` gives those of queries and of keys where it meets a block."""
 
     rule: Rule
     values: Tensor
-    q_positions: Tensor
-    k_positions: Callable[[int], Tensor]
+    positions: Callable[[int], tuple[Tensor, Tensor]]
 
     def block(self, source: int) -> BlockBias:
-        """Against the keys of ring rank `source`."""
-        return BlockBias(self.rule, self.values, self.q_positions, self.k_positions(source))
+        """Where it meets the block `source`."""
+        return BlockBias(self.rule, self.values, *self.positions(source))

@@ -26,6 +26,8 @@ from ringspun.core.partition import Sides
 from ringspun.core.route import Auto, InOrder, Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import parse_route, shown
+from ringspun.core.ways import WANTED
+from ringspun.core.wire import Side
 from ringspun.errors import PlanError
 from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
@@ -63,9 +65,12 @@ class ContextParallel:
             size, a single process too, given the same kernel and number of threads. Tokens are dealt in units of 512,
             so that ranks may hold unequal numbers (of a short sequence none), and the route is
             `ringspun.core.route.InOrder`; see docs/trust.md for what it costs.
+        backward: what travels in backward: "keys" (k, v, and their gradients behind them), "queries" (q, the gradient
+            of out and what belongs to them, and dq behind), or "auto": what is fewer bytes, counted for each plan and
+            kind of tensors. The same gradients up to rounding; see docs/routes.md.
     Raises:
-        PlanError: a group that cannot be used, or a route beside `deterministic`. LayoutError: with `deterministic`, a
-            layout other than `Contiguous` and `Zigzag`.
+        PlanError: a group that cannot be used, or a route, or queries in backward, beside `deterministic`.
+        LayoutError: with `deterministic`, a layout other than `Contiguous` and `Zigzag`.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class ContextParallel:
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
+        backward: Literal["auto", "keys", "queries"] = "auto",
     ) -> None:
         self.checks = Checks.parse(checks)
         if not isinstance(route, Route | str):
@@ -89,6 +95,9 @@ class ContextParallel:
         if not isinstance(sync_steps, bool):
             raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
         self.sync_steps = sync_steps
+        if backward not in WANTED:
+            raise PlanError(f"backward must be one of {', '.join(map(repr, WANTED))}; got {backward!r}.")
+        self.backward = backward
         self.driver = _driver(group, timeout_s)
         folder = os.environ.get(FOLDER_VARIABLE) or None if log_dir is None else log_dir
         if folder is not None:
@@ -103,6 +112,11 @@ class ContextParallel:
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
         chosen = _route(route, deterministic, links)
         self.deterministic = "across_rings" if deterministic else None
+        if backward == Side.QUERIES.value and chosen.grid:
+            raise PlanError(
+                "backward must be 'auto' or 'keys' with deterministic='across_rings', which sums in an order of its "
+                "own; got 'queries'. Leave one out."
+            )
         chosen.layout(layout)
         self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
@@ -211,6 +225,7 @@ class ContextParallel:
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
         shared |= {"sync_steps": str(self.sync_steps), "deterministic": str(self.deterministic)}
+        shared |= {"backward": self.backward}
         self.driver.agree("the plan", digest_of((inputs, shared)), {**fields, **shared}, failure)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringspun.core import accounting
+from ringspun.core import accounting, ways
 from ringspun.core.choice import Weighed
 from ringspun.core.route.base import Action, MessageColumn, StepColumn
-from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Payload
+from ringspun.core.schedule import Blocks, Pass, Schedule
+from ringspun.core.wire import Format, Payload, Side
 from ringspun.torch.kernels import Call, Kernel, verdicts
 
 
@@ -19,7 +19,8 @@ class Step:
     """One step of one pass.
 
     Args:
-        source: ring rank that owns the keys; with ``deterministic="across_rings"`` the unit that they are.
+        source: ring rank that owns the keys, or the queries where these travel; with ``deterministic="across_rings"``
+            the unit of keys.
         tiles: of this rank. pairs: allowed ones, one head (and one batch row, unless rows have their own masks).
         imbalance: most over mean pairs among all ranks (of unequal `speeds`: of the time they take).
         sent_bytes, received_bytes: posted at this step, headers included.
@@ -64,7 +65,8 @@ class Explanation:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
-            their messages would take, where the route was chosen by links.
+            their messages would take, where the route was chosen by links. travels: in backward. sent: bytes of all
+            ranks in backward, by what travels; empty where only keys can.
     """
 
     plan: str
@@ -78,6 +80,8 @@ class Explanation:
     peak: accounting.Memory
     ring: Whole
     weighed: Weighed = ()
+    travels: Side = Side.KEYS
+    sent: dict[Side, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
@@ -86,19 +90,23 @@ class Explanation:
         if self.weighed:
             times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
             lines.append(f"route chosen by its links, messages alone: {times}")
+        if any(self.sent.values()):
+            sizes = ", ".join(f"{side.value} {_size(n_bytes)}" for side, n_bytes in self.sent.items())
+            lines.append(f"backward: {self.travels.value} travel; all ranks would send: {sizes}")
         lines.append(f"as ring rank {self.ring_rank}:")
-        for name, steps, flops in (
-            ("forward", self.forward, self.flops[0]),
-            ("backward", self.backward, self.flops[1]),
+        for name, steps, flops, side in (
+            ("forward", self.forward, self.flops[0], Side.KEYS),
+            ("backward", self.backward, self.flops[1], self.travels),
         ):
             lines.append(
                 f"{name}: {sum(s.tiles for s in steps)} tiles, {flops / 1e9:.3g} GFLOP, sends "
                 f"{_size(sum(s.sent_bytes for s in steps))}" + (f" in {self.hops} hops" if name == "forward" else "")
             )
-            lines.append("  step  keys of  tiles        pairs  most/mean       sends    receives")
+            whose = f"{side.value} of"
+            lines.append(f"  step  {whose}  tiles        pairs  most/mean       sends    receives")
             lines += [
-                f"  {i:4}  {s.source:7}  {s.tiles:5}  {s.pairs:11,}  {s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  "
-                f"{_size(s.received_bytes):>10}"
+                f"  {i:4}  {s.source:{len(whose)}}  {s.tiles:5}  {s.pairs:11,}  {s.imbalance:9.2f}  "
+                f"{_size(s.sent_bytes):>10}  {_size(s.received_bytes):>10}"
                 for i, s in enumerate(steps)
             ]
         lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")
@@ -110,12 +118,17 @@ class Explanation:
 
 def explain(
     plan: str, ring_rank: int, everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format, call: Call,
-    wanted: str | Kernel | None,
+    wanted: str | Kernel | None, backward: str,
 ) -> Explanation:  # fmt: skip
-    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks."""
+    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; backward: see `ways`."""
     found, schedule = verdicts(call, wanted), everybody[ring_rank]
-    passes = [s.forward for s in everybody], [s.backward for s in everybody]
-    steps = [_steps(schedule, all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
+    taken = ways.taken(everybody, wire, backward)
+    passes = [s.forward for s in everybody], [s.backward for s in taken]
+    blocks = schedule, taken[ring_rank]
+    steps = [
+        _steps(mine, all_ranks[ring_rank], all_ranks, speeds, wire, schedule.grid)
+        for mine, all_ranks in zip(blocks, passes, strict=True)
+    ]
     counts = [
         accounting.account(p[ring_rank], wire, backward=back) for p, back in zip(passes, (False, True), strict=True)
     ]
@@ -128,9 +141,11 @@ def explain(
         steps[1],
         (counts[0].flops, counts[1].flops),
         counts[0].hops,
-        accounting.memory(schedule, wire),
+        accounting.memory(schedule, wire, taken[ring_rank]),
         _whole(everybody, speeds, wire),
         schedule.weighed,
+        passes[1][0].side,
+        {} if schedule.origin is None else ways.sent_bytes(schedule, wire),
     )
 
 
@@ -148,10 +163,10 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
     )
 
 
-def _steps(schedule: Schedule, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format) -> tuple[Step, ...]:
+def _steps(mine: Blocks, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format, grid: int) -> tuple[Step, ...]:
     balance = accounting.imbalance(everybody, speeds)
     blocks = one.steps[:, StepColumn.SOURCE].tolist()
-    sources = blocks if schedule.grid else [schedule.owner(block) for block in blocks]
+    sources = blocks if grid else [mine.owner(block) for block in blocks]
     moved = {action: np.zeros(len(one), np.int64) for action in Action}
     for m in one.messages:
         rows = int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0])

@@ -65,7 +65,7 @@ class Plan:
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         asked = context.checks, context.sync_steps
-        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked)
+        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked, context.backward)
         self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
@@ -272,7 +272,8 @@ class Plan:
         if not isinstance(chosen, int) or not 0 <= chosen < self._context.ring_size:
             raise PlanError(f"ring_rank must be from 0 to {self._context.ring_size - 1}; got {ring_rank}.")
         speeds = getattr(self._sides.queries.layout, "speeds", None)
-        return explain(self._words, chosen, self._everybody, speeds, wire_of(q, k, v), call, kernel)
+        asked_of_all = self._everybody, speeds, wire_of(q, k, v)
+        return explain(self._words, chosen, *asked_of_all, call, kernel, self._context.backward)
 
     @property
     def _words(self) -> str:

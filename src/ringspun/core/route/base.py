@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core.layout.base import Layout
+from ringspun.core.wire import Payload
 
 Rows = NDArray[np.int64]
 NONE = -1
@@ -126,6 +127,13 @@ class BoundRoute(ABC):
     def backward(self, ring_rank: int) -> Legs:
         """The backward pass of one rank."""
 
+    def sent(self, size: int) -> Rows:
+        """What all `size` ranks together send in backward: ``[n, 3]`` of (payload, rows, times)."""
+        found = np.concatenate([self.backward(rank).messages for rank in range(size)])
+        sends = found[found[:, MessageColumn.ACTION] == Action.SEND]
+        kinds, times = np.unique(sends[:, [MessageColumn.PAYLOAD, MessageColumn.ROW1]], axis=0, return_counts=True)
+        return np.column_stack([kinds, times])
+
 
 @dataclass(frozen=True)
 class Route(ABC):
@@ -185,6 +193,16 @@ def messages(
     table[:, MessageColumn.SLOT] = slots
     table[:, MessageColumn.DUE] = steps + 1
     return table
+
+
+def tally(tokens: Rows, blocks: Rows, gradients: Rows) -> Rows:
+    """`BoundRoute.sent`, where each block of so many `tokens`, and its gradients, are sent so many times."""
+    rows, place = np.unique(tokens, return_inverse=True)
+    found = []
+    for payload, times in ((Payload.KV, blocks), (Payload.DKV, gradients)):
+        together = np.bincount(place, times, len(rows)).astype(np.int64)
+        found.append(np.column_stack([np.full_like(rows, payload), rows, together])[together > 0])
+    return np.concatenate(found)
 
 
 def legs(steps: Rows, tables: list[Rows]) -> Legs:

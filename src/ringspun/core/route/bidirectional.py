@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows
+from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows, tally
 from ringspun.core.route.diary import Diary, Written
 from ringspun.core.route.lane import Lane
 
@@ -68,6 +68,10 @@ class BoundBidirectional(Written):
     @property
     def count(self) -> int:
         return 1 + max(lane.at(int(lane.last.max())) for lane in (self.up, self.down))
+
+    def sent(self, size: int) -> Rows:
+        times = np.concatenate([lane.times() for lane in (self.up, self.down)], axis=1)
+        return tally(self.tokens[np.append(self.up.block, self.down.block)], *times)
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ringspun.core.route.base import Rows
 from ringspun.core.route.diary import Diary, Stay
 from ringspun.core.wire import Payload
@@ -39,6 +41,10 @@ class Lane:
         for hop in range(1, int(self.last.max()) + 1):
             _, kv, grads = self._hop(diary, place, hop, kv, grads, backward=backward)
         return begun
+
+    def times(self) -> tuple[Rows, Rows]:
+        """How often the block of each place is sent, and how often its gradients are."""
+        return np.maximum(self.last, 0), np.maximum(self.last - self.first + 1, 0)
 
     def bring_home(self, diary: Diary, place: int) -> None:
         """What was gathered for the block of the rank at `place`, in this circle, comes home."""
