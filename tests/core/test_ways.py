@@ -163,8 +163,7 @@ def test_where_nothing_travels_keys_do(size):
 
 
 def test_equal_bytes_leave_it_to_keys():
-    """3 heads of q for 2 of keys in a dtype as wide as its sums: 2 x 4 + 2 x 4 = 16 of keys, and 18 of queries but for
-    a value of another size; no rows of lse or delta, as a batch of none has none."""
+    """Those of a batch of no rows: every message is its frame alone."""
     (one, _) = Geometry(2, (0, 1), Contiguous(), Ring()).schedule(Full(), 8)
     empty = Format(0, 4, 4, 64, 64, "float32", 4, 4)
     assert len(set(ways.sent_bytes(one, empty).values())) == 1 and ways.take(one, empty) == Side.KEYS

@@ -263,11 +263,14 @@ FOUND = {
 def test_damage_between_processes_is_found_by_the_rank_that_receives_it(pools):
     """In the blocks of a second forward, and in the gradients of a second backward; the ring is broken there."""
     pool = pools(2)
-    cases = [(0, 2, "KV block of ring rank 0", damage) for damage in ("flip_a_bit", "cut_short", "send_again")]
-    cases += [(1, 1, "DKV block of ring rank 0", damage) for damage in ("swap_words", "cut_to_nothing")]
-    for odd, at, block, damage in cases:
+    blocks = [(0, 2, "KV block of ring rank 0", damage) for damage in ("flip_a_bit", "cut_short", "send_again")]
+    cases = [(*case, "keys") for case in blocks]
+    cases += [(1, 1, "DKV block of ring rank 0", damage, "keys") for damage in ("swap_words", "cut_to_nothing")]
+    cases += [(1, 0, "QUERIES block of ring rank 1", "swap_words", "queries")]
+    cases += [(0, 3, "DQ block of ring rank 1", "flip_a_bit", "queries")]
+    for odd, at, block, damage, backward in cases:
         checks = "header" if FOUND[damage].startswith("must carry") else "checksum"
-        kind, message, again = pool.run(send_damaged, odd, at, damage, checks, timeout_s=20)[1 - odd]
+        kind, message, again = pool.run(send_damaged, odd, at, damage, checks, backward, timeout_s=20)[1 - odd]
         assert kind == "TransferError", (damage, message)
         assert message.startswith(f"ring rank {1 - odd}: the {block} that ring rank {odd} sent at step ")
         assert FOUND[damage] in message

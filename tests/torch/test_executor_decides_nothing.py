@@ -79,7 +79,7 @@ def gradients(plan) -> list[torch.Tensor]:
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_one_edited_tile_changes_the_result(which, rank):
     """Neither pass looks anything up elsewhere: an edit of the one shows there, and in no other rows."""
-    context = ContextParallel(Loopback(3), layout=Contiguous())
+    context = ContextParallel(Loopback(3), layout=Contiguous(), backward="keys")
     part = context.partition(S)
     schedules = context.geometry.schedule(Full(), S)
     assert all(len(s.forward.tiles_of(1)) for s in schedules)
