@@ -84,7 +84,7 @@ def test_a_sweep_ends_at_the_first_length_from_which_a_ring_pays(monkeypatch):
     ]
 
 
-def test_a_route_by_name_is_measured_and_one_that_does_not_fit_is_told():
+def test_a_route_by_name_is_measured_and_one_that_does_not_fit_is_told(monkeypatch):
     row = json.loads(
         told(
             "memory",
@@ -103,6 +103,11 @@ def test_a_route_by_name_is_measured_and_one_that_does_not_fit_is_told():
     )
     assert row["rows"][0]["route"] == "direct" and row["rows"][0]["peak_bytes"] > 0
     assert "did you mean 'direct'" in told("ring", "--route", "dirct", code=2)
+    beside = told("ring", "--route", "direct", "--block-size", "8", code=2)
+    assert "block-size must come with --route ring; got direct" in beside
+    assert "block-size must be at least 1; got 0" in told("ring", "--block-size", "0", code=2)
+    monkeypatch.setattr(bench, "_measure", lambda work, pairs: {"route": str(work.route), "ring_s": 1.0})
+    assert json.loads(told("ring", "--block-size", "64", "--ranks", "2", "--json"))["route"] == "ring(block_size=64)"
 
 
 def test_utilisation_is_what_the_busiest_rank_sends_over_the_links_peak(monkeypatch, tmp_path):

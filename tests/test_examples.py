@@ -91,6 +91,14 @@ def test_replace_sdpa_runs_as_a_job_of_one(alone, capsys):
     assert all(error < 1e-12 for error in differences(here("replace_sdpa.py", capsys)))
 
 
+@pytest.mark.processes
+def test_usp_llama_has_the_gradients_of_one_process(alone, capsys):
+    """On rings and split heads at once, and as a job of one."""
+    for printed in (here("usp_llama.py", capsys), by_torchrun("usp_llama.py", ranks=4)):
+        loss, whole, error = re.findall(r"loss ([\d.]+), alone ([\d.]+), gradients differ by (\S+) of", printed)[0]
+        assert loss == whole and float(error) < 1e-12
+
+
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_an_example_stays_short(example):
     """A program to start from, not a framework."""

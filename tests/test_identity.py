@@ -34,8 +34,10 @@ def test_whatever_changes_a_plan_changes_its_digest():
         (Partition(12, 3, Zigzag()), Causal() & Documents([5, 6], [0, 6]), Ring()),
         (Partition(12, 3, Zigzag()), Window(3), Ring()),
         (Partition(12, 3, Zigzag()), Window(4), Ring()),
-        (Partition(12, 3, Zigzag()), Causal(), Nested(2)),
-        (Partition(12, 3, Zigzag()), Causal(), Nested(4)),
+        (Partition(12, 3, Zigzag()), Causal(), Nested(inner=2)),
+        (Partition(12, 3, Zigzag()), Causal(), Nested(inner=4)),
+        (Partition(12, 3, Zigzag()), Causal(), Ring(2)),
+        (Partition(12, 3, Zigzag()), Causal(), Ring(4)),
     ]
     digests = [input_digest(Sides(case[0]), *case[1:]) for case in cases]
     assert len(set(digests)) == len(cases)

@@ -15,11 +15,15 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [
     (TOUR, 30),
     (DOCS / "attention.md", 20),
+    (DOCS / "data.md", 20),
     (DOCS / "huggingface.md", 24),
     (DOCS / "testing.md", 20),
     (DOCS / "trust.md", 26),
     (DOCS / "routes.md", 5),
+    (DOCS / "positions.md", 30),
+    (DOCS / "context-schedule.md", 12),
     (DOCS / "loss.md", 35),
+    (DOCS / "hybrid.md", 14),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

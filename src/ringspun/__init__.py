@@ -19,12 +19,13 @@ from ringspun.core.mask import (
     Prefix,
     Window,
 )
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring
+from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
 from ringspun.core.text import parse_layout, parse_mask, parse_route
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AllGather",
     "Anchors",
     "Balanced",
     "Band",

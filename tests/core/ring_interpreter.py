@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringspun.core.route.base import NONE, OWN, Action, Moment, Rows, pack_slot
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, Rows, StepColumn, pack_slot
 from ringspun.core.wire import Payload, Side
 
 
@@ -25,9 +25,11 @@ def check(condition, message):
 
 @dataclass
 class Slot:
-    """One buffer: the owner of the rows in it, who has added gradients to them, and what is under way."""
+    """One buffer: the block whose rows are in it, of which stride of heads, who has added gradients to them, and what
+    is under way."""
 
     owner: int | None = None
+    stride: int = 0
     added: Counter = field(default_factory=Counter)
     sending: int = 0
     receiving: bool = False
@@ -62,6 +64,7 @@ class Wires:
                 f"{sender} to {receiver}: sends {send.label}, expects {receive.label}",
             )
             receive.slot.owner, receive.slot.added = send.slot.owner, Counter(send.slot.added)
+            receive.slot.stride = send.slot.stride
             send.done = receive.done = True
             self.events += 1
 
@@ -74,11 +77,13 @@ class Wires:
 
 
 class Rank:
-    """One rank's pass: `computes` are the steps that have pairs, `owners` the ranks that own the blocks."""
+    """One rank's pass: `computes` are the steps that have pairs, `owners` the ranks that own the blocks, `parts` the
+    blocks that are put together as one more."""
 
-    def __init__(self, rank, size, legs, computes, tokens, owners, wires):
+    def __init__(self, rank, size, legs, computes, tokens, owners, wires, parts=()):
         self.rank, self.legs, self.computes, self.tokens, self.wires = rank, legs, computes, tokens, wires
         self.size, self.owners, self.side = size, owners, getattr(legs, "side", Side.KEYS)
+        self.parts, self.whole = set(parts), len(owners)
         self.slots = defaultdict(Slot)
         self.own = defaultdict(Counter)
         self.open = {}
@@ -86,9 +91,10 @@ class Rank:
     def run(self, backward):
         for step, row in enumerate(self.legs.steps.tolist()):
             yield from self.wait(step, Moment.BEFORE)
+            self.put_together(step, row)
             self.post(step, Moment.BEFORE)
             if step in self.computes:
-                self.read_block(step, *row[:2])
+                self.read_block(step, *row[:2], row[StepColumn.STRIDE])
             yield from self.wait(step, Moment.AFTER)
             if backward:
                 self.add_gradients(step, *row)
@@ -106,41 +112,74 @@ class Rank:
             else:
                 post.slot.receiving = False
 
+    def unpacked(self, step, payload):
+        """What is due at a step and belongs elsewhere than in its slot: block and slot."""
+        for row in self.legs.messages.tolist():
+            _, _, action, kind, _, source, *_, slot, due = row
+            if (action, kind, due) == (Action.RECEIVE, payload, step) and slot <= OWN:
+                place = self.slots[payload, pack_slot(slot)]
+                check(not place.receiving and place.owner == source, f"rank {self.rank}, step {step}: lacks {source}")
+                yield source, place
+
+    def put_together(self, step, row):
+        source, slot, stride = row[0], row[1], row[StepColumn.STRIDE]
+        came = dict(self.unpacked(step, self.side.block))
+        where = f"rank {self.rank}, step {step}: puts together {sorted(came)}"
+        if source != self.whole or step not in self.computes:
+            return
+        foreign = {part for part in self.parts if self.owners[part] != self.rank}
+        check(came.keys() == foreign and all(p.stride == stride for p in came.values()), where)
+        place = self.slots[self.side.block, slot]
+        check(not place.sending and not place.receiving, f"{where}, over what is under way")
+        place.owner, place.stride = source, stride
+
     def post(self, step, moment):
         for row in self.legs.messages.tolist():
             if row[:2] != [step, moment]:
                 continue
-            _, _, action, payload, peer, source, row0, row1, head0, head1, slot, due = row
+            _, _, action, payload, peer, source, row0, row1, stride, strides, slot, due = row
             where = f"rank {self.rank}, step {step}, {Payload(payload).name} {source} in slot {slot}"
             check(peer != self.rank and 0 <= peer < self.size, f"{where}: peer {peer}")
-            check((row0, row1, head0, head1) == (0, self.tokens[source], 0, -1), f"{where}: not the whole block")
+            check((row0, row1) == (0, self.tokens[source]) and stride < strides, f"{where}: not the whole block")
             place = self.slots[payload, pack_slot(slot)]
             if action == Action.RECEIVE:
-                check(slot > OWN and not place.sending and not place.receiving, f"{where}: overwrites")
+                check(slot > OWN or self.whole_there, f"{where}: unpacks where nothing is put together")
+                check(not place.sending and not place.receiving, f"{where}: overwrites")
                 place.receiving, place.owner = True, None
             else:
                 if slot <= OWN:
                     own = self.owners[source] == self.rank
-                    check(payload == self.side.block and own, f"{where}: packs what is not its own")
                     check(not place.sending and not place.receiving, f"{where}: packs over what is under way")
-                    place.owner = source
+                    place.owner, place.stride = source, stride
+                    if payload == self.side.block:
+                        check(own, f"{where}: packs what is not its own")
+                    else:
+                        whole = self.slots[payload, self.legs.steps[step, StepColumn.GRAD_SLOT]]
+                        holds = whole.owner == self.whole and whole.stride == stride and source in self.parts
+                        check(holds, f"{where}: packs out of {whole.owner}")
+                        place.added = Counter(whole.added)
                 check(not place.receiving and place.owner == source, f"{where}: sends {place.owner}")
                 place.sending += 1
-            post = Post(Action(action), (step, payload, source, row0, row1), place)
+            post = Post(Action(action), (step, payload, source, row0, row1, stride, strides), place)
             check(due > step, f"{where}: due at {due}")
             self.open.setdefault((due, moment), []).append(post)
             ends = (self.rank, peer) if action == Action.SEND else (peer, self.rank)
             self.wires.post(*ends, post)
 
-    def read_block(self, step, source, slot):
+    @property
+    def whole_there(self):
+        return bool((self.legs.messages[:, MessageColumn.STRIDES] > 1).any() or self.parts)
+
+    def read_block(self, step, source, slot, stride):
         where = f"rank {self.rank}, step {step}: computes with block {source} in slot {slot}"
         if slot == OWN:
             check(self.owners[source] == self.rank, f"{where}, its own")
         else:
             place = self.slots[self.side.block, slot]
-            check(not place.receiving and place.owner == source, f"{where}, which holds {place.owner}")
+            held = not place.receiving and (place.owner, place.stride) == (source, stride)
+            check(held, f"{where}, which holds {place.owner}")
 
-    def add_gradients(self, step, source, _, slot, fresh, home, home_block, reader):
+    def add_gradients(self, step, source, _, slot, fresh, home, home_block, reader, stride, strides):
         where = f"rank {self.rank}, step {step}: gradients of block {source} in slot {slot}"
         if slot == OWN:
             check(not fresh, f"{where}: own accumulators start from zero once")
@@ -152,28 +191,33 @@ class Rank:
             idle = not place.sending and not place.receiving
             if fresh:
                 check(idle, f"{where}: zeroes what is under way")
-                place.owner, place.added = source, Counter()
+                place.owner, place.stride, place.added = source, stride, Counter()
             check(not place.receiving and place.owner == source, f"{where}: which holds {place.owner}")
             if step in self.computes:
                 check(idle, f"{where}: adds to what is under way")
                 place.added[reader] += 1
         if home != NONE:
             place = self.slots[self.side.gradients, home]
-            mine = place.owner == home_block and self.owners[home_block] == self.rank
-            check(not place.receiving and mine, f"{where}: not home, holds {place.owner}")
-            self.own[home_block] += place.added
+            mine = home_block == self.whole or self.owners[home_block] == self.rank
+            check(not place.receiving and mine and place.owner == home_block, f"{where}: not home, holds {place.owner}")
+            self.own[self.rank if home_block == self.whole else home_block] += place.added
+        for block, place in self.unpacked(step, self.side.gradients):
+            check(self.owners[block] == self.rank, f"{where}: {block} is not home")
+            self.own[block] += place.added
 
 
-def play(legs, computes, tokens, *, backward, seed=0, owners=None):
+def play(legs, computes, tokens, *, backward, seed=0, owners=None, parts=None):
     """Run every rank's pass to its end; who added to each block's gradients, how often, in order of their first time.
 
     Args:
         legs: anything with `steps` and `messages`, per rank. computes: per rank the steps that have pairs.
-        tokens, owners: rows and rank of each block; default: block r is rank r's.
+        tokens, owners: rows and rank of each block; default: block r is rank r's. parts: blocks that each rank puts
+            together; default: none.
     """
     rng, wires = np.random.default_rng(seed), Wires()
     owners = list(range(len(tokens))) if owners is None else list(map(int, owners))
-    ranks = [Rank(r, len(legs), one, computes[r], list(map(int, tokens)), owners, wires) for r, one in enumerate(legs)]
+    parts, tokens = [()] * len(legs) if parts is None else parts, list(map(int, tokens))
+    ranks = [Rank(r, len(legs), one, computes[r], tokens, owners, wires, parts[r]) for r, one in enumerate(legs)]
     running = {r: rank.run(backward) for r, rank in enumerate(ranks)}
     while running:
         before, alive = wires.events, len(running)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ringspun import Causal, Contiguous, Direct, Documents, DoubleRing, Full, Ring, Window, Zigzag
+from ringspun import AllGather, Causal, Contiguous, Direct, Documents, DoubleRing, Full, Ring, Window, Zigzag
 from ringspun.core.choice import ROW_BYTES, candidates
 from ringspun.core.links import Link, Links
 from ringspun.core.route import Auto
@@ -78,9 +78,9 @@ def test_other_links_are_other_inputs():
 
 
 def test_candidates():
-    assert candidates(EVEN, 2) == [Ring()] and candidates(EVEN, 8) == [Ring(), Direct()]
-    assert candidates(TWO_NODES, 8) == [Ring(), Direct(), DoubleRing(4)]
-    assert candidates(TWO_NODES, 6) == [Ring(), Direct()], "nodes of four do not make six"
+    assert candidates(EVEN, 2) == [Ring()] and candidates(EVEN, 8) == [Ring(), Direct(), AllGather()]
+    assert candidates(TWO_NODES, 8) == [Ring(), Direct(), DoubleRing(4), AllGather()]
+    assert candidates(TWO_NODES, 6) == [Ring(), Direct(), AllGather()], "nodes of four do not make six"
     assert candidates(TWO_NODES, 1024) == [DoubleRing(4)] and candidates(EVEN, 1024) == [Ring()]
 
 

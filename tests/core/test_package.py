@@ -57,6 +57,7 @@ def test_public_names_are_pinned():
         list(ringspun.__all__)
         == sorted(ringspun.__all__)
         == [
+            "AllGather",
             "Anchors",
             "Balanced",
             "Band",

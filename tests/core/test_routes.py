@@ -1,9 +1,11 @@
-"""Direct, bidirectional and double ring, played out for all ranks: right blocks, no slot overwritten, every gradient
-home once, and as many bytes as they promise."""
+"""Direct, bidirectional, double ring and all-gather, played out for all ranks: right blocks, no slot overwritten, every
+gradient home once, and as many bytes as they promise."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,15 +14,27 @@ from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag, parse_route
 from ringspun.core import accounting
+from ringspun.core import tiles as tl
+from ringspun.core.layout.base import STEP
 from ringspun.core.links import Link, Links
 from ringspun.core.partition import Partition
-from ringspun.core.route import Auto, Bidirectional, Direct, DoubleRing, Ring, bidirectional, direct, double_ring
+from ringspun.core.route import (
+    AllGather,
+    Auto,
+    Bidirectional,
+    Direct,
+    DoubleRing,
+    Ring,
+    bidirectional,
+    direct,
+    double_ring,
+)
 from ringspun.core.route.base import Action, MessageColumn, Needs, StepColumn
 from ringspun.core.schedule import Geometry
-from ringspun.core.wire import Payload
+from ringspun.core.wire import Format, Payload, heads_of
 from ringspun.errors import PlanError
 from tests.core import strategies
-from tests.core.ring_interpreter import play
+from tests.core.ring_interpreter import Fault, play
 
 
 def steps_with_tiles(one):
@@ -35,7 +49,8 @@ def schedules_of(mask, length, size, layout, route):
 def plans(draw):
     size = draw(st.integers(1, 8))
     inner = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner)]))
+    ring, gather = Ring(draw(st.integers(1, 9))), AllGather(draw(st.none() | st.integers(1, 4)))
+    route = draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), ring, gather]))
     length = draw(st.integers(0, 32))
     return draw(strategies.masks(length, leaves=3)), length, size, draw(strategies.layouts()), route
 
@@ -64,10 +79,18 @@ def test_every_block_comes_and_every_contribution_goes_home_once(plan, seed):
     forward, backward = [s.forward for s in schedules], [s.backward for s in schedules]
     for passes, back in ((forward, False), (backward, True)):
         assert len({len(one) for one in passes}) == 1, "ranks that keep in step have equally many"
-        assert sum(int(one.pairs.sum()) for one in passes) == int(mask.as_array(length).sum())
-        own = play(passes, list(map(steps_with_tiles, passes)), tokens, backward=back, seed=seed, owners=owners)
+        strides = len(np.unique(forward[0].steps[:, StepColumn.STRIDE]))
+        assert sum(int(one.pairs.sum()) for one in passes) == strides * int(mask.as_array(length).sum())
+        parts = [s.gathered[:, 0].tolist() for s in schedules]
+        computes = list(map(steps_with_tiles, passes))
+        own = play(passes, computes, tokens, backward=back, seed=seed, owners=owners, parts=parts)
     found = expected(schedules, mask, length, size, layout)
-    if isinstance(route, Direct):  # a block for one reader: nobody else computes with it
+    if isinstance(route, AllGather):
+        assert all(n % strides == 0 for counted in own for n in counted.values())
+        own = [Counter({r: n // strides for r, n in counted.items()}) for counted in own]
+        # a rank that gathers adds to all of its own rows, whether it needs them or not
+        own[:size] = [+Counter({r: n for r, n in own[r].items() if found[r]}) for r in range(size)]
+    if isinstance(route, Direct | AllGather):  # a block for one reader: nobody else computes with it
         for block in range(size, len(found)):
             assert len(own[block]) == 1 and own[block] <= found[block]
         found[size:] = own[size:]
@@ -81,14 +104,16 @@ def test_every_block_comes_and_every_contribution_goes_home_once(plan, seed):
 
 
 @given(plans())
-def test_direct_sends_the_rows_that_are_needed_and_no_other(plan):
-    mask, length, size, layout, _ = plan
-    schedules = schedules_of(mask, length, size, layout, Direct())
+def test_direct_and_all_gather_send_the_rows_that_are_needed_and_no_other(plan):
+    mask, length, size, layout, route = plan
+    route = route if isinstance(route, AllGather) else Direct()
+    schedules = schedules_of(mask, length, size, layout, route)
     dense, part = mask.as_array(length), Partition(length, size, layout)
     rows = [part.positions(r) for r in range(size)]
     for s in schedules:
         sent = Counter()
-        for m in s.forward.messages[s.forward.messages[:, MessageColumn.ACTION] == Action.SEND]:
+        of_one_stride = s.forward.messages[s.forward.messages[:, MessageColumn.STRIDE] == 0]
+        for m in of_one_stride[of_one_stride[:, MessageColumn.ACTION] == Action.SEND]:
             sent[int(m[MessageColumn.PEER])] += int(m[MessageColumn.ROW1])
         mine = rows[s.ring_rank]
         needed = {i: int(dense[np.ix_(rows[i], mine)].any(0).sum()) for i in range(size) if i != s.ring_rank}
@@ -159,7 +184,7 @@ def test_a_double_ring_crosses_between_two_halves_once_a_block():
     assert rows_sent(back, crosses, Payload.DKV, backward=True) // 16 == 4
 
 
-@pytest.mark.parametrize("route", [Direct(), Bidirectional(), DoubleRing(3)], ids=str)
+@pytest.mark.parametrize("route", [Direct(), Bidirectional(), DoubleRing(3), AllGather()], ids=str)
 def test_documents_within_shards_need_no_message(route):
     for s in schedules_of(Documents([8] * 6), 48, 6, Contiguous(), route):
         assert len(s.forward) == len(s.backward) == 1
@@ -189,6 +214,11 @@ def test_inner_must_be_a_number_of_ranks(inner):
         DoubleRing(inner)
 
 
+def test_only_routes_that_cut_shards_have_pieces():
+    assert Direct().pieces(7) == Ring().pieces(7) == Ring(7).pieces(7) == Ring(3).pieces(0) == 1
+    assert (Bidirectional().pieces(7), Ring(3).pieces(7), Ring(1).pieces(7)) == (2, 3, 7)
+
+
 def test_inner_must_divide_the_ring():
     with pytest.raises(PlanError, match="inner must divide the ring's 6 ranks; got 4"):
         schedules_of(Full(), 12, 6, Contiguous(), DoubleRing(4))
@@ -198,9 +228,12 @@ def test_inner_must_divide_the_ring():
     ("route", "text", "short"),
     [
         (Ring(), "ring", "Ring()"),
+        (Ring(512), "ring(block_size=512)", "ring(512)"),
         (Direct(), "direct", "direct"),
         (Bidirectional(), "bidirectional", " bidirectional "),
         (DoubleRing(4), "double_ring(inner=4)", "double_ring(4)"),
+        (AllGather(), "all_gather", "all_gather(None)"),
+        (AllGather(4), "all_gather(strides=4)", "all_gather(4)"),
     ],
     ids=str,
 )
@@ -214,7 +247,7 @@ def test_routes_from_their_strings(route, text, short):
         ("rnig", "did you mean 'ring'?"),
         ("double_ring", "inner"),
         ("double_ring(0)", "inner must be a number of ranks"),
-        ("ring(2)", "ring"),
+        ("ring(0)", "block_size must be a number of tokens >= 1"),
         ("", "readable"),
     ],
 )
@@ -255,5 +288,99 @@ def test_tiles_count_all_rows_of_a_ranks_own_shard_and_of_others_those_that_trav
     ring = schedules_of(Window(3), 12, 3, Contiguous(), Ring())[1]
     assert ring.rows_of_tiles(1) == slice(0, None)
     assert ring.rows_of_tiles(0) == ring.travelling_rows(0) == slice(2, 4)
+    part = Partition(12, 3, Contiguous())
+    assert [ring.positions(block, part).tolist() for block in (0, 1)] == [[2, 3], [4, 5, 6, 7]]
     own = schedules_of(Window(3), 12, 3, Contiguous(), Direct())[1]
     assert own.rows_of_tiles(1) == slice(0, 4)
+
+
+def test_strides_must_be_a_number_of_parts():
+    for strides in (0, -1, True, 2.0, "4"):
+        with pytest.raises(PlanError, match="strides must be a number of parts of the KV heads >= 1; got"):
+            AllGather(strides)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_all_keys_of_a_head_are_met_at_once(size):
+    """Under a causal mask: contiguous shards in one tile, zigzag ones in one per chunk, so that no result is merged."""
+    for layout, most in ((Contiguous(), 1), (Zigzag(), 2)):
+        for s in schedules_of(Causal(), size * 16, size, layout, AllGather()):
+            for step in range(1, size + 1):
+                tiles = s.forward.tiles_of(step)
+                assert len(tiles) <= most
+                ends = sorted(tuple(rows) for rows in tiles[:, [tl.Q0, tl.Q1]].tolist())
+                assert ends[0][0] == 0 and ends[-1][1] == 16 and all(a[1] == b[0] for a, b in pairwise(ends))
+
+
+@given(plans())
+def test_what_is_put_together_is_the_shard_and_what_is_needed_in_the_order_of_the_sequence(plan):
+    mask, length, size, layout, _ = plan
+    schedules, part = schedules_of(mask, length, size, layout, AllGather()), Partition(length, size, layout)
+    dense = mask.as_array(length)
+    for s in schedules:
+        mine = part.positions(s.ring_rank)
+        foreign = set(np.flatnonzero(dense[mine].any(0)).tolist()) - set(mine.tolist())
+        if not foreign:
+            assert len(s.gathered) == 0 and not (s.forward.steps[:, StepColumn.SOURCE] == s.whole).any()
+            continue
+        held = s.positions(s.whole, part).tolist()
+        assert len(held) == len(set(held)) == s.rows(s.whole) and set(held) == foreign | set(mine.tolist())
+        assert s.owner(s.whole) == s.ring_rank
+        if (part.runs[:, STEP] == 1).all():
+            assert held == sorted(held)
+
+
+def test_heads_of_strides_are_all_heads_and_the_last_are_left_out():
+    for kv_heads in range(9):
+        for strides in range(1, 10):
+            parts = [heads_of(i, strides, kv_heads) for i in range(strides)]
+            assert [h for one in parts for h in range(*one.indices(kv_heads))] == list(range(kv_heads))
+            sizes = [one.stop - one.start for one in parts]
+            assert max(sizes[:kv_heads], default=0) - min(sizes[:kv_heads], default=0) <= 1 and not any(
+                sizes[kv_heads:]
+            )
+    wire = Format(1, 6, 3, 4, 4, "float64", 8, 8)
+    assert [(wire.of_stride(i, 4).heads, wire.of_stride(i, 4).kv_heads) for i in range(4)] == [(2, 1)] * 3 + [(0, 0)]
+
+
+def test_messages_and_buffers_of_strides_without_heads_are_left_out():
+    """Two heads in four strides: two strides' messages, each of one head."""
+    (s,) = Geometry(4, (1,), Zigzag(), AllGather()).schedule(Causal(), 64)
+    few, many = (Format(1, 4, k, 4, 4, "float64", 8, 8) for k in (2, 4))
+    counts = [accounting.account(s.forward, wire, backward=False) for wire in (few, many)]
+    assert (counts[0].messages, counts[1].messages) == (2 * 3, 4 * 3)
+    row = 8 * (4 + 4)
+    direct = schedules_of(Causal(), 64, 4, Zigzag(), Direct())[1]
+    for one, wire in zip(counts, (few, many), strict=True):
+        whole = accounting.account(direct.forward, wire, backward=False)
+        assert one.total_sent_bytes - 128 * one.messages == whole.total_sent_bytes - 128 * whole.messages
+        assert one.flops == whole.flops
+    assert accounting.computing(s.forward, few).tolist() == [True, True, True, False, False]
+    slots = s.slot_bytes(s.backward, few)
+    assert slots[Payload.KV, 0] == 128 + s.rows(s.whole) * row and slots[Payload.DKV, 0] == slots[Payload.KV, 0]
+
+
+def test_planted_faults_of_strides_are_found():
+    schedules = schedules_of(Causal(), 32, 3, Zigzag(), AllGather(2))
+
+    def played(column, value, table="messages", row=0):
+        passes = [s.backward for s in schedules]
+        edited = getattr(passes[1], table).copy()
+        edited[row, column] = value
+        passes[1] = replace(passes[1], **{table: edited})
+        one = schedules[0]
+        parts = [s.gathered[:, 0].tolist() for s in schedules]
+        computes = list(map(steps_with_tiles, passes))
+        play(passes, computes, one.travelling_tokens, backward=True, owners=one.owners, parts=parts)
+
+    assert not played(MessageColumn.STEP, 0)
+    for column, value, *where in (
+        (MessageColumn.STRIDE, 1),
+        (MessageColumn.DUE, 2),
+        (MessageColumn.SLOT, 0),
+        (StepColumn.STRIDE, 1, "steps", 1),
+        (StepColumn.GRAD_FRESH, 0, "steps", 2),
+        (StepColumn.HOME, 0, "steps", 1),
+    ):
+        with pytest.raises(Fault):
+            played(column, value, *where)

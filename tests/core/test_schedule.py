@@ -245,7 +245,7 @@ class Lazy(Route):
     def bind(self, needs):
         class Bound(BoundRoute):
             def forward(self, ring_rank):
-                return Legs(np.array([[ring_rank, -1, -1, 0, -1, -1, ring_rank]]), np.zeros((0, 11), np.int64))
+                return Legs(np.array([[ring_rank, -1, -1, 0, -1, -1, ring_rank, 0, 1]]), np.zeros((0, 12), np.int64))
 
             backward = forward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ringspun.core import ways
 from ringspun.core.accounting import account, memory
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.readings import of_route
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, InOrder, Ring
+from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, InOrder, Ring
 from ringspun.core.route.base import BoundRoute, MessageColumn, StepColumn
 from ringspun.core.schedule import Geometry, compile_schedules, cuts_of
 from ringspun.core.wire import Format, Payload, Side
@@ -39,7 +40,7 @@ def plans(draw):
     """A mask over two sides of one ring, of lengths and layouts of their own, and a route."""
     size = draw(st.integers(1, 6))
     inner = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-    route = draw(st.sampled_from([Ring(), Direct(), Bidirectional(), DoubleRing(inner)]))
+    route = draw(st.sampled_from([Ring(), Ring(draw(st.integers(1, 9))), Direct(), Bidirectional(), DoubleRing(inner)]))
     if draw(st.booleans()):
         length = draw(st.integers(0, LENGTH))
         return (
@@ -117,7 +118,7 @@ def test_what_all_ranks_send_is_what_each_of_them_does(plan):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("route", [Ring(), Direct(), Bidirectional()], ids=str)
+@pytest.mark.parametrize("route", [Ring(), Ring(16), Direct(), Bidirectional()], ids=str)
 def test_bytes_of_a_full_mask(size, route):
     """3/4 in float32 and 2/3 in bfloat16, and lse, delta and the frames of messages."""
     rows = 64
@@ -169,10 +170,11 @@ def test_equal_bytes_leave_it_to_keys():
     assert len(set(ways.sent_bytes(one, empty).values())) == 1 and ways.take(one, empty) == Side.KEYS
 
 
-def test_a_route_that_promises_an_order_sends_keys():
-    (one,) = Geometry(2, (0,), Contiguous(), InOrder(4)).schedule(Full(), 32)
+@pytest.mark.parametrize("route", [InOrder(4), AllGather(2)], ids=str)
+def test_routes_by_which_no_queries_travel_send_keys(route):
+    (one,) = Geometry(2, (0,), Contiguous(), route).schedule(Full(), 32)
     assert one.origin is None and ways.take(one, wire_of(4, 4, 2)) == Side.KEYS
-    words = r"backward must be 'auto' or 'keys' by in_order\(unit=4\), which sums in an order of its own; got 'queries'"
+    words = re.escape(f"backward must be 'auto' or 'keys' by {route}, by which no queries travel; got 'queries'.")
     for ask in (
         lambda: ways.take(one, wire_of(4, 4, 2), "queries"),
         lambda: ways.turned([one]),
@@ -182,7 +184,7 @@ def test_a_route_that_promises_an_order_sends_keys():
             ask()
 
 
-@pytest.mark.parametrize("route", [Ring(), Direct(), Bidirectional(), DoubleRing(2)], ids=str)
+@pytest.mark.parametrize("route", [Ring(), Ring(3), Direct(), Bidirectional(), DoubleRing(2)], ids=str)
 def test_a_copy_from_a_worker_turns_into_the_same(route):
     schedules = Geometry(4, (2, 0), Zigzag(), route).schedule([Causal(), Window(5), Causal()], 29)
     copies = pickle.loads(pickle.dumps(schedules))
@@ -207,12 +209,10 @@ def test_it_is_no_part_of_the_digest_for_it_follows_from_what_is():
 def test_its_slots_are_those_of_a_ring():
     (*_, one) = Geometry(8, tuple(range(8)), Contiguous(), Ring()).schedule(Full(), 64)
     (turned,) = ways.turned([one])
-    slots = turned.backward.slot_rows(turned.travelling_tokens)
-    assert slots == {
-        (Payload(p + 2), n): rows for (p, n), rows in one.backward.slot_rows(one.travelling_tokens).items()
-    }
-    assert sorted(slots) == [(Payload.QUERIES, 0), (Payload.QUERIES, 1), (Payload.DQ, 0), (Payload.DQ, 1)]
     wire, rows = wire_of(4, 2, 2), 8
+    slots = turned.slot_bytes(turned.backward, wire)
+    assert {(p - 2, n) for p, n in slots} == set(one.slot_bytes(one.backward, wire))
+    assert slots == {(p, n): wire.message_bytes(p, rows) for p in (Payload.QUERIES, Payload.DQ) for n in (0, 1)}
     there = memory(one, wire, turned)
     assert there.block_slots == 2 * (128 + rows * 4 * 64 * 2 * 2 + 2 * rows * 4 * 4)
     assert there.gradient_slots == 2 * (128 + rows * 4 * 64 * 4)

@@ -173,7 +173,7 @@ def test_what_is_older_than_a_log_has_been_posted():
     member = Member(0, Path(), 0, 0, oldest=(5, 2))
 
     def message(call: int, step: int) -> Message:
-        return Message(True, 1, (call, 0, 0, step, 3))
+        return Message(True, 1, (call, 0, 0, step, 3, 0))
 
     assert [member.has_posted(message(*at), 9) for at in ((4, 7), (5, 1), (5, 2), (6, 0))] == [True, True, False, False]
     member.posted[message(6, 0)] = 7
@@ -272,3 +272,15 @@ def test_what_is_no_dump_is_refused(tmp_path, kind):
 def test_an_empty_folder_is_refused(tmp_path):
     result = CliRunner().invoke(app, [str(tmp_path)])
     assert result.exit_code == 2 and "must get at least one dump" in result.output
+
+
+def test_pieces_of_one_step_are_told_apart(tmp_path):
+    """Of four pieces sent at once, which arrive one by one, the first has landed when the second is waited for."""
+    ring = VirtualRing(2, lambda rank: 1.0, lambda a, b: QUICK)
+    plan = ContextParallel(ring, layout=Contiguous(), block_size=2).plan(16, Full())
+    x = torch.ones(1, 1, 16, 2)
+    plan.attention(x, x, x, kernel=CountedKernel(ring))
+    (merged,) = [r for r in read([dump(tmp_path)]) if r.name == ring.state.logs[0].ring]
+    for member in merged.members.values():
+        assert len(member.posted) == len(member.landed) == 8
+        assert len({member.landed[m] for m in member.posted if not m.sends}) > 1

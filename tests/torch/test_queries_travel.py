@@ -18,7 +18,7 @@ from ringspun.testing.cases import Case, Shape, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel, Loopback
 
-ROUTES = (Ring(), Direct(), Bidirectional(), DoubleRing(2))
+ROUTES = (Ring(), Direct(), Bidirectional(), DoubleRing(2), Ring(4))
 EQUAL_HEADS = Shape(2, 3, 3, 8, 5)
 
 
@@ -26,7 +26,7 @@ EQUAL_HEADS = Shape(2, 3, 3, 8, 5)
 def routed(draw):
     case = draw(cases(most_ranks=8))
     inner = draw(st.sampled_from([d for d in range(1, case.ranks + 1) if case.ranks % d == 0]))
-    return case, draw(st.sampled_from([Ring(), Ring(), Direct(), Bidirectional(), DoubleRing(inner)]))
+    return case, draw(st.sampled_from([Ring(), Ring(3), Direct(), Bidirectional(), DoubleRing(inner)]))
 
 
 @settings(max_examples=60)
@@ -45,7 +45,7 @@ def test_float64_equals_the_oracle(drawn):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_equal_one_thread(pools, size):
-    masks = Full(), Causal(), Causal() & Window(9), (Causal(), Documents([5, 17, 9]))
+    masks = Full(), Causal(), Causal() & Window(9), (Causal(), Documents([5, 17, 9])), Causal()
     asked = [
         (Case(size, 33, mask, layout, seed=n, shape=shape), route)
         for n, (mask, route) in enumerate(zip(masks, ROUTES, strict=True))
@@ -130,6 +130,10 @@ def test_what_cannot_be_asked():
         ContextParallel(Loopback(2), backward="query")
     with pytest.raises(PlanError, match=r"'auto' or 'keys' with deterministic='across_rings'.*; got 'queries'\."):
         ContextParallel(Loopback(2), deterministic="across_rings", backward="queries")
+    with pytest.raises(
+        PlanError, match=r"'auto' or 'keys' with route all_gather, by which no queries travel.*'queries'\."
+    ):
+        ContextParallel(Loopback(2), route="all_gather", backward="queries")
     context = ContextParallel(Loopback(2), deterministic="across_rings")
     told = context.plan(1024, Causal()).explain(*tensors(2, 2, 1024, size=4))
     assert told.travels == Side.KEYS and told.sent == {}

@@ -14,7 +14,7 @@ from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigza
 from ringspun.core import ways
 from ringspun.core.accounting import account
 from ringspun.core.links import Link, Links
-from ringspun.core.route import Bidirectional, Direct, DoubleRing, Ring
+from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
@@ -26,7 +26,10 @@ from ringspun.torch.execution import wire_of
 def routed(draw):
     case = draw(cases(most_ranks=8))
     inner = draw(st.sampled_from([d for d in range(1, case.ranks + 1) if case.ranks % d == 0]))
-    return case, draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner)]))
+    pieces = draw(st.integers(1, 5))  # of the longest shard; others may have fewer rows than that
+    ring = Ring(max(1, -(-case.seq_len // case.ranks // pieces)))
+    gather = AllGather(draw(st.none() | st.integers(1, 4)))
+    return case, draw(st.sampled_from([Direct(), Bidirectional(), DoubleRing(inner), ring, gather]))
 
 
 @settings(max_examples=150)
@@ -37,7 +40,7 @@ def test_float64_equals_the_oracle_by_every_route(drawn):
     judged(case, run_ring(case, inputs(case), context))
 
 
-ROUTES = (Direct(), Bidirectional(), DoubleRing(2))
+ROUTES = (Direct(), Bidirectional(), DoubleRing(2), Ring(3), AllGather(), AllGather(2))
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
@@ -67,8 +70,11 @@ def test_processes_equal_one_thread_by_every_route(pools, size):
             judged(case, one)
 
 
-@pytest.mark.parametrize("backward", ["keys", "queries"])
-@pytest.mark.parametrize("route", [Ring(), *ROUTES], ids=str)
+@pytest.mark.parametrize(
+    ("route", "backward"),
+    [(route, side) for route in [Ring(), Ring(3), *ROUTES] for side in ["keys", "queries"][: 1 + route.turns]],
+    ids=str,
+)
 def test_the_wire_carries_what_is_counted(route, backward):
     context = ContextParallel(Loopback(4), layout=Zigzag(), route=route, backward=backward)
     plan = context.plan(40, Causal())

@@ -171,6 +171,24 @@ def packed_on_processes(ring_rank: int, family: str, window: int, documents: Doc
     return packed_on_ring(ContextParallel().partition(S, documents=documents), family, window)
 
 
+def rotated(rope_parameters: dict[str, Any], seq_len: int, **changes: Any) -> Any:
+    """A Llama whose frequencies depend on the length beyond 8 tokens, fixed for one."""
+    from ringspun.train.fixed_rope import fix_rope
+
+    return fix_rope(
+        build("llama", rope_parameters=rope_parameters, max_position_embeddings=8, **changes), seq_len=seq_len
+    )
+
+
+def rotated_on_processes(ring_rank: int, rope_parameters: dict[str, Any], documents: Documents | None) -> Result:
+    """That model over one sequence, in a process of a gloo ring: each rank sees its own positions alone."""
+    torch.set_num_threads(1)
+    part = ContextParallel().partition(S, documents=documents)
+    mask = Causal() if documents is None else Causal() & documents
+    model = rotated(rope_parameters, part.position_count())
+    return on_ring(part, model, token_ids(), token_ids(), mask)
+
+
 def loopback(size: int, layout: Layout | None = None) -> ContextParallel:
     return ContextParallel(Loopback(size, seed=0), layout=layout or Zigzag())
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspun.cli import bench_machine
+from ringspun.cli import bench_machine, bench_strategies
 from ringspun.cli.measured import BYTES, MOST_RANKS, measured_rows
 from ringspun.cli.options import bounded, integers, one_of, split_list
 from ringspun.core.host import cores
 from ringspun.core.links import Links
 from ringspun.core.mask import Mask
+from ringspun.core.route import Ring, Route
 from ringspun.core.text import parse_layout, parse_mask, parse_route
 from ringspun.errors import RingspunError
 
@@ -35,6 +36,7 @@ def _bench() -> None:
 
 app.command()(bench_machine.links)
 app.command()(bench_machine.kernels)
+app.command()(bench_strategies.strategies)
 
 
 @app.command()
@@ -48,7 +50,11 @@ def ring(
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
     route: Annotated[str, typer.Option(help="Route.")] = "ring",
+    block_size: Annotated[
+        int | None, typer.Option(help="Most tokens of a travelling block; default: whole shards.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma list.")] = "1",
+    ulysses: Annotated[str, typer.Option(help="Of the ranks, how many split heads; comma list.")] = "1",
     pairs: Annotated[int, typer.Option(help="Timed pairs, at least 9.")] = 11,
     sweep: Annotated[
         bool, typer.Option(help="Of ascending lengths, stop at the first from which a ring pays.")
@@ -66,11 +72,17 @@ def ring(
     def wanted() -> list[list[Work]]:
         bounded("pairs", pairs, least=9)
         shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
+        used = _route(route, block_size)
         lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
-        batches = integers("batch", batch, least=1)
-        if not sweep:
-            return [[_work(r, s, shape, mask, layout, route, b)] for b in batches for s in lengths for r in sizes]
-        return [[_work(r, s, shape, mask, layout, route, b) for s in sorted(lengths)] for b in batches for r in sizes]
+        batches, degrees = integers("batch", batch, least=1), integers("ulysses", ulysses, least=1)
+        asked = [(r, u, b) for b in batches for r in sizes for u in degrees]
+
+        def works(r: int, u: int, b: int) -> list[Work]:
+            return [_work(r, s, shape, mask, layout, used, b, u) for s in sorted(lengths)]
+
+        if sweep:
+            return [works(*one) for one in asked]
+        return [[work] for one in asked for work in works(*one)]
 
     def measured(works: list[Work]) -> list[dict[str, Any]]:
         rows = []
@@ -88,7 +100,8 @@ def ring(
     for row in rows:
         used = "" if row["utilisation"] is None else f"; {row['utilisation']:.1%} of its link's peak"
         typer.echo(
-            f"R={row['ranks']} B={row['batch']} S={row['seq_len']} {row['mask']} {row['dtype']} {row['route']}: "
+            f"R={row['ranks'] // row['ulysses']}{' U=' + str(row['ulysses']) if row['ulysses'] > 1 else ''} "
+            f"B={row['batch']} S={row['seq_len']} {row['mask']} {row['dtype']} {row['route']}: "
             f"ring {row['ring_s']:.3f} s, one process "
             f"{row['alone_s']:.3f} s, ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]{used}"
         )
@@ -122,7 +135,8 @@ def memory(
         sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
         shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
         length = None if seq_len is None else bounded("seq-len", seq_len, least=1)
-        return [_work(r, length or r * local, shape, mask, layout, route) for shape in shapes for r in sizes]
+        used = parse_route(route)
+        return [_work(r, length or r * local, shape, mask, layout, used) for shape in shapes for r in sizes]
 
     rows = measured_rows(wanted, _peaks)
     for row in rows:
@@ -139,8 +153,9 @@ def memory(
 
 
 def _work(
-    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: str, batch: int = 1
-) -> Work:
+    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: Route, batch: int = 1,
+    ulysses: int = 1,
+) -> Work:  # fmt: skip
     """The work, if a ring can do it on this machine."""
     from ringspun.testing.timing import Work
 
@@ -157,7 +172,19 @@ def _work(
             f"(batch {batch}, seq-len {seq_len}, heads {heads} and {kv_heads}, head-size {head_size}, {dtype}). "
             "Ask for less."
         )
-    return Work(ranks, seq_len, *shape, _fitting(mask, seq_len), parse_layout(layout), batch, route=parse_route(route))
+    if ranks % ulysses or ulysses > heads:
+        raise ValueError(f"ulysses must divide ranks and be at most heads; got {ulysses}, {ranks} and {heads}.")
+    dealt = _fitting(mask, seq_len), parse_layout(layout), batch
+    return Work(ranks, seq_len, *shape, *dealt, route=route, ulysses=ulysses)
+
+
+def _route(text: str, block_size: int | None) -> Route:
+    route = parse_route(text)
+    if block_size is None:
+        return route
+    if route != Ring():
+        raise ValueError(f"block-size must come with --route ring; got {route}. Leave one out.")
+    return Ring(bounded("block-size", block_size, least=1))
 
 
 def _fitting(text: str, seq_len: int) -> Mask:
@@ -193,8 +220,9 @@ def _links(path: str) -> Links:
 
 
 def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
-    """Bytes that the busiest rank sends, and how long its link would take for them at its peak."""
-    from ringspun.core.accounting import account
+    """Bytes that the busiest rank sends, in how many hops of its ring, and how long its link would take at its peak."""
+    from ringspun.core.accounting import account, exchanged
+    from ringspun.core.degrees import Degrees, HeadSplit
     from ringspun.core.schedule import Geometry
     from ringspun.core.ways import taken
     from ringspun.core.wire import Format
@@ -203,15 +231,22 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
     wire = Format(
         work.batch, work.heads, work.kv_heads, work.head_size, work.head_size, work.dtype, element, max(4, element)
     )
-    schedules = Geometry(work.ranks, tuple(range(work.ranks)), work.layout, work.route).schedule(
-        work.mask, work.seq_len
-    )
-    sent = max(
-        account(one.forward, wire, backward=False).total_sent_bytes
-        + account(two.backward, wire, backward=True).total_sent_bytes
-        for one, two in zip(schedules, taken(schedules, wire, work.backward), strict=True)
-    )
-    return {"sent_bytes": sent, "least_s": sent / links.near.peak if links else 0.0}
+    degrees = Degrees(work.ranks // work.ulysses, work.ulysses)
+    geometry = Geometry(degrees.ring, tuple(range(degrees.ring)), work.layout, work.route, degrees)
+    split, sides = HeadSplit(work.heads, work.kv_heads, work.ulysses), geometry.sides(work.seq_len)
+    schedules = geometry.schedule(work.mask, work.seq_len)
+    totals, hops = [], 0
+    for rank in range(work.ranks):
+        place, mine = degrees.place(rank)
+        first, last = split.queries(mine)
+        of_ring = replace(wire, heads=last - first, kv_heads=len(split.held(mine)))
+        forward = account(schedules[place].forward, of_ring, backward=False)
+        backward = account(taken(schedules, of_ring, work.backward)[place].backward, of_ring, backward=True)
+        moved = sum(exchanged(split, degrees, sides, rank, wire))
+        totals.append(forward.total_sent_bytes + backward.total_sent_bytes + moved)
+        hops = max(hops, forward.hops)
+    sent = max(totals)
+    return {"sent_bytes": sent, "hops": hops, "least_s": sent / links.near.peak if links else 0.0}
 
 
 def _described(work: Work) -> dict[str, Any]:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import tiles as tl
-from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.degrees import Degrees, HeadSplit
+from ringspun.core.partition import Sides
+from ringspun.core.route.base import Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.ways import Turned
-from ringspun.core.wire import Format, Payload
+from ringspun.core.wire import Format, Payload, segments
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,38 @@ class Account:
 
 def account(one: Pass, wire: Format, *, backward: bool) -> Account:
     """Exact counts of one pass under a wire format."""
-    sends = one.messages[one.messages[:, MessageColumn.ACTION] == Action.SEND]
+    messages = carried(one.messages, wire.kv_heads)
+    sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
     sent: dict[int, int] = {}
     for row in sends:
-        rows = int(row[MessageColumn.ROW1] - row[MessageColumn.ROW0])
         peer = int(row[MessageColumn.PEER])
-        sent[peer] = sent.get(peer, 0) + wire.message_bytes(Payload(row[MessageColumn.PAYLOAD]), rows)
+        sent[peer] = sent.get(peer, 0) + message_bytes(row, wire)
     blocks = sends[sends[:, MessageColumn.PAYLOAD] == one.side.block]
     every_row = (one.tiles[:, tl.B1] < 0).all()  # else the tiles say themselves which batch rows they are for
     pairs = one.pairs
+    heads = _heads(one, wire)
     d, dv = wire.head_size, wire.value_size
     per_pair = 2 * (3 * d + 2 * dv) if backward else 2 * (d + dv)
-    flops = int(pairs.sum()) * per_pair * wire.heads * (wire.batch if every_row else 1)
+    flops = int(pairs @ heads) * per_pair * (wire.batch if every_row else 1)
     return Account(pairs, flops, len(sends), sent, len(np.unique(blocks[:, MessageColumn.STEP])))
+
+
+def _heads(one: Pass, wire: Format) -> NDArray[np.int64]:
+    """Query heads that each step computes."""
+    strides = one.steps[:, [StepColumn.STRIDE, StepColumn.STRIDES]].tolist()
+    return np.array([wire.of_stride(*stride).heads for stride in strides], np.int64)
+
+
+def computing(one: Pass, wire: Format) -> NDArray[np.bool_]:
+    """Which steps have heads: all, but for strides of more than a call has KV heads."""
+    return _heads(one, wire) > 0
+
+
+def message_bytes(message: NDArray[np.int64], wire: Format) -> int:
+    """Length of a message, header and end mark included."""
+    one = wire.of_stride(*map(int, message[[MessageColumn.STRIDE, MessageColumn.STRIDES]]))
+    rows = int(message[MessageColumn.ROW1] - message[MessageColumn.ROW0])
+    return one.message_bytes(Payload(message[MessageColumn.PAYLOAD]), rows)
 
 
 def wait(passes: Sequence[Pass], speeds: Sequence[float] | None = None) -> float:
@@ -82,9 +104,9 @@ class Memory:
     """Bytes of one rank that are alive at the peak of forward + backward, itemised (kernel workspace excepted).
 
     Args:
-        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: blocks in flight, of k and v or of
-            q, dO, lse and delta. gradient_slots: travelling dK, dV, or dQ. accumulators: fp32 out (forward) or dq, dk,
-            dv (backward), the larger.
+        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: blocks in flight, of k and v (or
+            put together of such) or of q, dO, lse and delta. gradient_slots: travelling dK, dV, or dQ.
+        accumulators: fp32 out (forward) or dq, dk, dv (backward), the larger.
     """
 
     tensors: int
@@ -112,10 +134,36 @@ def memory(schedule: Schedule, wire: Format, taken: Schedule | Turned | None = N
     tensors = wire.itemsize * 2 * (q * widths + kv * widths)
     accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
     slots = {way.backward.side.block: 0, way.backward.side.gradients: 0}
-    for (payload, _), rows in way.backward.slot_rows(way.travelling_tokens).items():
-        slots[payload] += wire.message_bytes(payload, rows)
+    for (payload, _), n_bytes in way.slot_bytes(way.backward, wire).items():
+        slots[payload] += n_bytes
     blocks, gradients = slots.values()
     return Memory(tensors, 2 * wire.accumulator_itemsize * q, blocks, gradients, accumulators)
+
+
+def exchanged(split: HeadSplit, degrees: Degrees, sides: Sides, rank: int, wire: Format) -> tuple[int, int]:
+    """Bytes that a rank of a hybrid sends in exchanges of heads for rows, forward and backward, framing included; lse
+    not asked for.
+
+    Args:
+        sides: who of the whole group holds what. rank: of the group. wire: of tensors with all heads.
+    """
+    ring_rank, mine = degrees.place(rank)
+    d, dv, forward, backward = wire.head_size, wire.value_size, 0, 0
+
+    def message(heads: tuple[int, int], rows: int, *widths: int) -> int:
+        shapes = [(wire.batch, heads[1] - heads[0], rows, width) for width in widths]
+        return segments(shapes, [wire.itemsize] * len(shapes))[1] if any(map(prod, shapes)) else 0
+
+    for peer in degrees.row(ring_rank):
+        if peer == rank:
+            continue
+        theirs = degrees.place(peer)[1]
+        mine_q, mine_k, q, k = (int(side.tokens[one]) for one in (rank, peer) for side in (sides.queries, sides.keys))
+        forward += message(split.queries(theirs), mine_q, d) + message(split.keys(theirs), mine_k, d, dv)
+        forward += message(split.queries(mine), q, dv)
+        backward += message(split.queries(theirs), mine_q, dv)
+        backward += message(split.queries(mine), q, d) + message(split.keys(mine), k, d, dv)
+    return forward, backward
 
 
 def sources(one: Pass) -> list[int]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from ringspun.core.links import Links
 from ringspun.core.partition import Sides
 from ringspun.core.readings import Cuts, of_route
-from ringspun.core.route import Direct, DoubleRing, Ring, Route
+from ringspun.core.route import AllGather, Direct, DoubleRing, Ring, Route
 from ringspun.core.route.auto import Auto
-from ringspun.core.route.base import Action, BoundRoute, MessageColumn
+from ringspun.core.route.base import Action, BoundRoute, MessageColumn, Rows
 from ringspun.core.wire import Payload
 
 ROW_BYTES = 4096
@@ -48,28 +50,31 @@ def candidates(links: Links, size: int) -> Sequence[Route]:
     nodes = [] if links.node is None or links.far is None or size % links.node else [DoubleRing(links.node)]
     if size > MOST_RANKS:
         return [*nodes, Ring()][:1]
-    return [Ring(), Direct(), *nodes]
+    return [Ring(), Direct(), *nodes, AllGather()]
 
 
 def weigh(route: BoundRoute, size: int, links: Links) -> float:
     """Seconds that messages of forward and backward take, if nothing else does."""
-    passes = ([legs(rank).messages.tolist() for rank in range(size)] for legs in (route.forward, route.backward))
+    passes = ([legs(rank).messages for rank in range(size)] for legs in (route.forward, route.backward))
     return sum(_of_pass(messages, links) for messages in passes)
 
 
-def _of_pass(messages: list[list[list[int]]], links: Links) -> float:
+def _of_pass(messages: list[Rows], links: Links) -> float:
     node = links.node or len(messages)
     near: dict[int, float] = defaultdict(float)
     far: dict[int, float] = defaultdict(float)
     outside = links.far or links.near
     shared = outside.shared >= SHARED
     for rank, rows in enumerate(messages):
-        for m in rows:
-            if m[MessageColumn.ACTION] != Action.SEND:
-                continue
-            n_bytes = m[MessageColumn.ROW1] * ROW_BYTES * (1 if m[MessageColumn.PAYLOAD] == Payload.KV else 2)
-            if rank // node == m[MessageColumn.PEER] // node:
-                near[rank] += links.near.seconds(n_bytes)
+        sends = rows[rows[:, MessageColumn.ACTION] == Action.SEND]
+        alike = np.unique(sends[:, _ALIKE], axis=0, return_counts=True)  # strides send the same again and again
+        for (peer, payload, tokens, strides), count in zip(*(x.tolist() for x in alike), strict=True):
+            n_bytes = tokens * ROW_BYTES // strides * (1 if payload == Payload.KV else 2)
+            if rank // node == peer // node:
+                near[rank] += count * links.near.seconds(n_bytes)
             else:
-                far[rank // node if shared else rank] += outside.seconds(n_bytes, together=not shared)
+                far[rank // node if shared else rank] += count * outside.seconds(n_bytes, together=not shared)
     return max([0.0, *near.values(), *far.values()])
+
+
+_ALIKE = [MessageColumn.PEER, MessageColumn.PAYLOAD, MessageColumn.ROW1, MessageColumn.STRIDES]

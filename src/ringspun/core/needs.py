@@ -11,7 +11,7 @@ from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut, Indices, expand
 from ringspun.core.layout.base import RANK, START, STOP
-from ringspun.core.partition import LONGEST
+from ringspun.core.partition import LONGEST, Partition
 
 MANY_MEETINGS = 20_000_000
 MANY_PLACES = 16_000_000
@@ -23,8 +23,8 @@ Travelling = NDArray[np.int64]
 """Rows ``[n, 3]`` of (owner, first, one past the last), sorted, disjoint, never touching: key rows that some rank other
 than their owner needs. On a grid (`Route.grid`) the block stands for its owner, and all its rows are there."""
 
-_FAR = 2 * LONGEST
-"""More than any position: ``rank * _FAR + position`` orders by rank first."""
+FAR = 2 * LONGEST
+"""More than any position: ``rank * FAR + position`` orders by rank first."""
 
 
 def meetings(cut: Cut) -> NDArray[np.int64]:
@@ -93,9 +93,9 @@ def by_reader(cut: Cut) -> NDArray[np.int64]:
     size = cut.queries.ring_size
     if not cut.without_steps:
         return _by_pieces(cut, lambda owner, reader: owner * size + reader)
-    rank = cut.q_rank * _FAR
+    rank = cut.q_rank * FAR
     need0, need1 = _union(rank + cut.clipped[:, rg.K0], rank + cut.clipped[:, rg.K1])
-    reader, first = np.divmod(need0, _FAR)
+    reader, first = np.divmod(need0, FAR)
     piece, owner, rows = _key_rows(cut, first, first + (need1 - need0))
     number = owner * size + reader[piece]
     return unite([np.column_stack([number, rows])[owner != reader[piece]]])
@@ -121,6 +121,22 @@ def _key_rows(cut: Cut, first: Indices, last: Indices) -> tuple[Indices, Indices
     shift = cut.keys.run_offsets[run] - runs[run, START]
     row0, row1 = np.maximum(first[piece], runs[run, START]) + shift, np.minimum(last[piece], runs[run, STOP]) + shift
     return piece, runs[run, RANK], np.stack([row0, row1], axis=1)
+
+
+def cut_by_runs(keys: Partition, owner: Indices, row0: Indices, row1: Indices) -> tuple[Indices, Indices, Indices]:
+    """Ranges of rows of ranks, cut where their runs end: of which range, in which run, and which rows ``[n, 2]``."""
+    begin = keys.runs[:, RANK] * FAR + keys.run_offsets
+    first, last = owner * FAR + row0, owner * FAR + row1
+    piece, run = expand(
+        np.searchsorted(begin + keys.run_tokens, first, side="right"), np.searchsorted(begin, last, side="left")
+    )
+    base = owner[piece] * FAR
+    rows = np.stack(
+        [np.maximum(first[piece], begin[run]) - base, np.minimum(last[piece], (begin + keys.run_tokens)[run]) - base],
+        axis=1,
+    )
+    some = rows[:, 0] < rows[:, 1]
+    return piece[some], run[some], rows[some]
 
 
 def place_among(travelling: Travelling, block: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -152,7 +168,7 @@ def _shift(travelling: Travelling, block: NDArray[np.int64], row: NDArray[np.int
     rows = travelling[:, ROW1] - travelling[:, ROW0]
     begin = np.cumsum(rows) - rows
     owner_begin = begin[np.searchsorted(travelling[:, OWNER], travelling[:, OWNER])]
-    span = int(travelling[:, ROW1].max(initial=0)) + 1  # not `_FAR`: there may be as many blocks as pairs of ranks
+    span = int(travelling[:, ROW1].max(initial=0)) + 1  # not `FAR`: there may be as many blocks as pairs of ranks
     start = travelling[:, OWNER] * span + travelling[:, ROW0]
     place = np.searchsorted(start, block * span + row, side="right") - 1
     found: NDArray[np.int64] = (begin - owner_begin - travelling[:, ROW0])[place]
@@ -182,13 +198,13 @@ def _by_positions(cut: Cut) -> Travelling:
 
     A tight region holds a pair for each key of its range, so the union of the ranges is what a rank needs.
     """
-    runs, rank = cut.keys.runs, cut.q_rank * _FAR
+    runs, rank = cut.keys.runs, cut.q_rank * FAR
     need0, need1 = _union(rank + cut.clipped[:, rg.K0], rank + cut.clipped[:, rg.K1])
     order = np.lexsort((runs[:, START], runs[:, RANK]))
-    own0, own1 = (runs[order, RANK] * _FAR + runs[order, c] for c in (START, STOP))
+    own0, own1 = (runs[order, RANK] * FAR + runs[order, c] for c in (START, STOP))
     of_need, run = expand(np.searchsorted(own1, need0, side="right"), np.searchsorted(own0, need1, side="left"))
     held0, held1 = np.maximum(need0[of_need], own0[run]), np.minimum(need1[of_need], own1[run])
-    at = np.concatenate([need0, held1, need1, held0]) % _FAR
+    at = np.concatenate([need0, held1, need1, held0]) % FAR
     change = np.repeat([1, -1], [len(need0) + len(held0), len(need0) + len(held0)])
     order = np.argsort(at, kind="stable")
     at, wanted = at[order], np.cumsum(change[order]) > 0

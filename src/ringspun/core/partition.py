@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ringspun.core import regions as rg
 from ringspun.core.host import is_integer
 from ringspun.core.layout.base import RANK, START, STEP, STOP, Layout, Runs
+from ringspun.core.layout.in_parts import InParts
 from ringspun.core.mask import Documents, Mask
 from ringspun.errors import LayoutError
 
@@ -133,6 +134,13 @@ def _check_runs(layout: Layout, runs: Runs, seq_len: int, ring_size: int) -> Non
         raise LayoutError(f"{layout} must deal every one of {seq_len} tokens exactly once.")
 
 
+def _of_ring(part: Partition) -> Partition:
+    """The shares of a ring, of which `part` may hold parts."""
+    if not isinstance(part.layout, InParts):
+        return part
+    return Partition(part.seq_len, part.layout.degrees.ring, part.layout.layout, part.documents, part.start)
+
+
 @dataclass(frozen=True)
 class Sides:
     """The two partitions of one attention: whose queries meet whose keys.
@@ -156,6 +164,13 @@ class Sides:
             )
         if self.keys.start:
             raise LayoutError(f"keys must start at position 0; got {self.keys.start}. Give query_start to the queries.")
+
+    @property
+    def of_rings(self) -> Sides:
+        """The sides of a ring, where these are those of a hybrid (`ringspun.core.layout.in_parts`); else these."""
+        if self.same:
+            return Sides(_of_ring(self.queries))
+        return Sides(_of_ring(self.queries), _of_ring(self.keys))
 
     @property
     def same(self) -> bool:

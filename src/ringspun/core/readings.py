@@ -1,9 +1,9 @@
 """Readings: which keys travel together as a block, who reads which, and the tiles of each reading.
 
 A rank's whole shard is a block and tiles are as large as can be (`of_shards`); or what one rank needs of another
-(`of_readers`), or half of it (`of_halves`); or, for routes that fix the order of every sum, a block is a unit of the
-grid
-and no tile crosses its lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
+(`of_readers`), perhaps put together for tiles as large as can be (`of_gathered`), or an equal part of what travels
+(`of_pieces`); or, for routes that fix the order of every sum, a block is a unit of the grid and no tile crosses its
+lines (`of_units`). A route says which it wants (`ringspun.core.route.base.Cutting`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringspun.core import needs
 from ringspun.core import tiles as tl
@@ -25,6 +26,10 @@ STAGES_PER_RANK = 4
 BatchRows = Sequence[tuple[int, int]]
 Cuts = Sequence[tuple[Cut, BatchRows]]
 """Each different mask's cut, with the ranges of batch rows that it holds for."""
+Gathered = NDArray[np.int64]
+"""Rows ``[n, 4]`` of (block, first, one past the last, place): ranges of rows of blocks, counted among those that
+travel, and where each begins in what a rank puts together of them, in its order."""
+BLOCK, FIRST, LAST, PLACE, ROW = range(5)
 Read = tuple[tl.Tiles, Indices, Indices]
 """Tiles of one rank, and the reader and the block of each."""
 
@@ -35,12 +40,14 @@ class Readings:
 
     Args:
         travelling: key rows of each block that travel, counted on their owner (`ringspun.core.needs`).
-        needs: who reads what. of_rank: the tiles of one rank's queries.
+        needs: who reads what. of_rank: the tiles of one rank's queries. gathered: what one rank puts together; nothing,
+            where its tiles count rows of the blocks themselves.
     """
 
     travelling: needs.Travelling
     needs: Needs
     of_rank: Callable[[int], Read]
+    gathered: Callable[[int], Gathered] = lambda ring_rank: np.zeros((0, 4), np.int64)
 
 
 def of_shards(sides: Sides, cuts: Cuts) -> Readings:
@@ -75,12 +82,7 @@ def _joined(found: Sequence[tuple[tl.Tiles, Indices]], ring_rank: int) -> Read:
 def of_readers(sides: Sides, cuts: Cuts) -> Readings:
     """The shards, and for every two ranks a block of the rows that one needs of the other."""
     size = sides.keys.ring_size
-    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
-    number, place = np.unique(needed[:, needs.OWNER], return_inverse=True)
-    needed[:, needs.OWNER] = size + place
-    travelling = np.concatenate([needs.whole(sides.keys.tokens), needed])
-    owners, readers = np.append(np.arange(size), number // size), number % size
-    pairs = np.stack([readers, size + np.arange(len(number))], axis=1)
+    number, travelling, wants = _of_each_other(sides, cuts)
 
     def of_rank(ring_rank: int) -> Read:
         found = []
@@ -92,57 +94,127 @@ def of_readers(sides: Sides, cuts: Cuts) -> Readings:
             found += [(_of_batch_rows(tiles, some), block) for some in batch_rows]
         return _joined(found, ring_rank)
 
-    return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
+    return Readings(travelling, wants, of_rank)
 
 
-def of_halves(sides: Sides, cuts: Cuts) -> Readings:
-    """The shards, and the two halves of what travels of each."""
+def _of_each_other(sides: Sides, cuts: Cuts) -> tuple[Indices, needs.Travelling, Needs]:
+    """Blocks of what one rank needs of another, after the shards: the number ``owner * R + reader`` of each, the rows
+    of all blocks, and who reads which."""
+    size = sides.keys.ring_size
+    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
+    number, place = np.unique(needed[:, needs.OWNER], return_inverse=True)
+    needed[:, needs.OWNER] = size + place
+    travelling = np.concatenate([needs.whole(sides.keys.tokens), needed])
+    owners, readers = np.append(np.arange(size), number // size), number % size
+    pairs = np.stack([readers, size + np.arange(len(number))], axis=1)
+    return number, travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners)
+
+
+def of_gathered(sides: Sides, cuts: Cuts) -> Readings:
+    """The blocks of `of_readers`; and tiles that count the rows of a rank's shard and of all that it needs, put
+    together run by run in the order of the sequence: of the block after the last. A rank that needs nothing has its
+    shard alone."""
+    number, travelling, wants = _of_each_other(sides, cuts)
+    size, owners = sides.keys.ring_size, wants.owners
+    assert owners is not None
+
+    def gathered(ring_rank: int) -> Gathered:  # and the row of the owner at which each range begins
+        mine = np.append(np.zeros(size, np.bool_), number % size == ring_rank)
+        if not mine.any():
+            return np.zeros((0, 5), np.int64)
+        mine[ring_rank] = True
+        block, row0, row1 = travelling[mine[travelling[:, needs.OWNER]]].T
+        piece, run, rows = needs.cut_by_runs(sides.keys, owners[block], row0, row1)
+        order = np.lexsort((rows[:, 0], sides.keys.runs[run, START]))
+        block, rows = block[piece[order]], rows[order]
+        first = needs.place_among(travelling, block, rows[:, 0])
+        sizes = rows[:, 1] - rows[:, 0]
+        return np.stack([block, first, first + sizes, np.cumsum(sizes) - sizes, rows[:, 0]], axis=1)
+
+    def of_rank(ring_rank: int) -> Read:
+        table = gathered(ring_rank)
+        start = owners[table[:, BLOCK]] * needs.FAR + table[:, ROW]
+        order = np.argsort(start)
+
+        def placed(tiles: tl.Tiles, k_run: Indices) -> tuple[tl.Tiles, Indices]:
+            if not len(table):
+                return tiles, np.full(len(tiles), ring_rank)
+            at = (
+                np.searchsorted(start[order], sides.keys.runs[k_run, RANK] * needs.FAR + tiles[:, tl.K0], side="right")
+                - 1
+            )
+            shift = (table[:, PLACE] - table[:, ROW])[order][at]
+            return needs.shift_keys(tiles, shift), np.full(len(tiles), len(owners))
+
+        built = [(tl.build(cut, ring_rank, placed), batch_rows) for cut, batch_rows in cuts]
+        found = [(_of_batch_rows(tiles, some), block) for (tiles, block), batch_rows in built for some in batch_rows]
+        return _joined(found, ring_rank)
+
+    return Readings(travelling, wants, of_rank, lambda ring_rank: gathered(ring_rank)[:, :ROW])
+
+
+def of_pieces(sides: Sides, cuts: Cuts, count: Callable[[int], int]) -> Readings:
+    """The shards, and the equal parts of what travels of each.
+
+    Args:
+        count: how many parts, where so many rows travel of the rank of which most do.
+    """
     size = sides.keys.ring_size
     shards = needs.unite([needs.travelling(cut) for cut, _ in cuts])
-    half = -(-needs.count(shards, size) // 2)
-    travelling = np.concatenate([needs.whole(sides.keys.tokens), _halved(shards, half, size)])
-    owners = np.append(np.arange(size), np.repeat(np.arange(size), 2))
-    needed = needs.unite([needs.by_reader(cut) for cut, _ in cuts])
-    owner, reader = np.divmod(needed[:, needs.OWNER], size)
-    first = needs.place_among(shards, owner, needed[:, needs.ROW0])
-    last = needs.place_among(shards, owner, needed[:, needs.ROW1] - 1)
-    low, high = first < half[owner], last >= half[owner]
-    pairs = np.concatenate(
-        [np.stack([reader, size + 2 * owner + which], axis=1)[some] for which, some in enumerate((low, high))]
-    )
+    rows = needs.count(shards, size)
+    n = count(int(rows.max(initial=0)))
+    edges = -(-rows[:, None] * np.arange(n + 1) // n)  # the first parts are the larger ones
+    travelling = np.concatenate([needs.whole(sides.keys.tokens), _in_pieces(shards, edges)])
+    owners = np.append(np.arange(size), np.repeat(np.arange(size), n))
 
     def of_rank(ring_rank: int) -> Read:
         found = []
         for tiles, source, batch_rows in _built(cuts, ring_rank):
             away = source != ring_rank
             needs.number_anew(tiles, source, away, shards)
-            parts = [(tiles[~away], source[~away]), *_cut_in_two(tiles[away], source[away], half, size)]
+            parts = [(tiles[~away], source[~away]), *_cut_at(edges, tiles[away], source[away])]
             cut, block = (np.concatenate(some) for some in zip(*parts, strict=True))
             found += [(_of_batch_rows(cut, some), block) for some in batch_rows]
         return _joined(found, ring_rank)
 
+    pairs = _met_in_pieces(needs.unite([needs.by_reader(cut) for cut, _ in cuts]), shards, edges)
     return Readings(travelling, Needs(pairs, needs.count(travelling, len(owners)), size, owners=owners), of_rank)
 
 
-def _halved(shards: needs.Travelling, half: Indices, size: int) -> needs.Travelling:
-    """The rows of each shard that travel, as blocks of the first `half` and of the rest."""
+def _met_in_pieces(needed: Indices, shards: needs.Travelling, edges: Indices) -> Indices:
+    """Who reads which piece, of who needs which rows (`needs.by_reader`)."""
+    size, n = len(edges), edges.shape[1] - 1
+    owner, reader = np.divmod(needed[:, needs.OWNER], size)
+    first = needs.place_among(shards, owner, needed[:, needs.ROW0])[:, None]
+    last = needs.place_among(shards, owner, needed[:, needs.ROW1] - 1)[:, None]
+    which, piece = np.nonzero((first < edges[owner, 1:]) & (last >= edges[owner, :-1]))
+    return np.stack([reader[which], size + n * owner[which] + piece], axis=1)
+
+
+def _in_pieces(shards: needs.Travelling, edges: Indices) -> needs.Travelling:
+    """The rows of each shard that travel, as blocks between its edges."""
+    size, n = len(edges), edges.shape[1] - 1
     owner, row0, row1 = shards.T
-    edge = np.clip(row0 + half[owner] - needs.place_among(shards, owner, row0), row0, row1)
-    low = np.stack([size + 2 * owner, row0, edge], axis=1)
-    high = np.stack([size + 2 * owner + 1, edge, row1], axis=1)
-    return needs.unite([low, high])
+    at = np.clip(row0[:, None] + edges[owner] - needs.place_among(shards, owner, row0)[:, None], *_columns(row0, row1))
+    blocks = size + n * owner[:, None] + np.arange(n)
+    return needs.unite([np.stack([blocks, at[:, :-1], at[:, 1:]], axis=2).reshape(-1, 3)])
 
 
-def _cut_in_two(tiles: tl.Tiles, source: Indices, half: Indices, size: int) -> list[tuple[tl.Tiles, Indices]]:
-    """Tiles that count the rows of a shard that travel, as tiles of its halves."""
-    edge = half[source]
-    low, high = tiles.copy(), needs.shift_keys(tiles, -edge)
-    low[:, tl.K1] = np.minimum(low[:, tl.K1], edge)
-    high[:, tl.K0] = np.maximum(high[:, tl.K0], 0)
+def _columns(*tables: Indices) -> list[Indices]:
+    return [table[:, None] for table in tables]
+
+
+def _cut_at(edges: Indices, tiles: tl.Tiles, source: Indices) -> list[tuple[tl.Tiles, Indices]]:
+    """Tiles that count the rows of a shard that travel, as tiles of its pieces."""
+    size, n = len(edges), edges.shape[1] - 1
     found = []
-    for which, part in enumerate((low, high)):
+    for piece in range(n):
+        start, stop = edges[source, piece], edges[source, piece + 1]
+        part = needs.shift_keys(tiles, -start)
+        part[:, tl.K0] = np.maximum(part[:, tl.K0], 0)
+        part[:, tl.K1] = np.minimum(part[:, tl.K1], stop - start)
         real = (part[:, tl.K0] < part[:, tl.K1]) & (tl.count_pairs(part) > 0)
-        found.append((part[real], size + 2 * source[real] + which))
+        found.append((part[real], size + n * source[real] + piece))
     return found
 
 
@@ -209,6 +281,8 @@ def of_route(route: Route, sides: Sides, cuts: Cuts) -> Readings:
     """Those that a route wants."""
     if route.cutting == Cutting.UNITS:
         return of_units(sides, cuts, route.grid)
-    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers, Cutting.HALVES: of_halves}[route.cutting](
+    if route.cutting == Cutting.PIECES:
+        return of_pieces(sides, cuts, route.pieces)
+    return {Cutting.SHARDS: of_shards, Cutting.READERS: of_readers, Cutting.GATHERED: of_gathered}[route.cutting](
         sides, cuts
     )

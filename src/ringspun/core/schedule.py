@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -20,20 +20,23 @@ from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.choice import Weighed, choose
 from ringspun.core.cut import Cut
+from ringspun.core.degrees import Degrees
 from ringspun.core.host import is_integer
 from ringspun.core.layout.base import Layout
+from ringspun.core.layout.in_parts import InParts
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
-from ringspun.core.readings import of_route
+from ringspun.core.readings import FIRST, LAST, Gathered, of_route
 from ringspun.core.route.auto import Auto
-from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, pack_slot
+from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, carried, pack_slot
 from ringspun.core.text import shown
-from ringspun.core.wire import Payload, Side
+from ringspun.core.wire import Format, Payload, Side
 from ringspun.errors import LayoutError, PlanError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANY_BLOCKS = 1 << 32
 """More than there are."""
+_OF_SLOT = [getattr(MessageColumn, name) for name in ("PAYLOAD", "SLOT", "ROW1", "STRIDE", "STRIDES")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,30 +78,18 @@ class Pass:
 
     @property
     def pairs(self) -> NDArray[np.int64]:
-        """Allowed pairs per step and head: of one batch row; of all rows together where each has its own mask."""
+        """Allowed pairs per step and head that it computes: of one batch row; of all rows together where each has its
+        own mask."""
         counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles) * tl.rows(self.tiles)))
         return np.diff(counts[self.tile_offsets])
 
-    def slot_rows(self, rows_of_blocks: NDArray[np.int64]) -> dict[tuple[Payload, int], int]:
-        """Buffers that it uses, and the most rows each has to hold.
-
-        Args:
-            rows_of_blocks: `Blocks.travelling_tokens`.
-        """
-        m, gathers = self.messages, self.steps[self.steps[:, StepColumn.GRAD_SLOT] != OWN]
-        used = m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.ROW1]].tolist()
-        used += [
-            (self.side.gradients, slot, rows_of_blocks[block])
-            for block, slot in gathers[:, [StepColumn.SOURCE, StepColumn.GRAD_SLOT]].tolist()
-        ]
-        rows: dict[tuple[Payload, int], int] = {}
-        for payload, slot, count in used:
-            key = Payload(payload), pack_slot(slot)
-            rows[key] = max(rows.get(key, 0), int(count))
-        return rows
-
     def _arrays(self) -> tuple[NDArray[np.int64], ...]:
         return self.steps, self.messages, self.tiles, self.tile_offsets
+
+
+def nothing_gathered() -> Gathered:
+    """Where a rank puts nothing together."""
+    return np.zeros((0, 4), np.int64)
 
 
 class Blocks:
@@ -108,15 +99,29 @@ class Blocks:
     ring_size: int
     travelling: needs.Travelling
     owners: NDArray[np.int64] | None
+    gathered: Gathered
 
     @cached_property
     def travelling_tokens(self) -> NDArray[np.int64]:
         """Rows of every block on its way."""
-        return needs.count(self.travelling, self.ring_size if self.owners is None else len(self.owners))
+        return needs.count(self.travelling, self.whole)
+
+    @property
+    def whole(self) -> int:
+        """The number of the block that is put together, one more than all others."""
+        return self.ring_size if self.owners is None else len(self.owners)
 
     def owner(self, block: int) -> int:
         """Ring rank that holds a block."""
+        if block == self.whole:
+            return self.ring_rank
         return block if self.owners is None else int(self.owners[block])
+
+    def rows(self, block: int) -> int:
+        """Rows of a block as it lies in a buffer."""
+        if block == self.whole:
+            return int((self.gathered[:, LAST] - self.gathered[:, FIRST]).sum())
+        return int(self.travelling_tokens[block])
 
     def travelling_rows(self, block: int) -> slice | NDArray[np.int64]:
         """Which of its owner's rows a block on its way holds."""
@@ -130,6 +135,33 @@ class Blocks:
         if self.owners is None and block == self.ring_rank:
             return slice(0, None)
         return self.travelling_rows(block)
+
+    def positions(self, block: int, side: Partition) -> NDArray[np.int64]:
+        """Positions of the rows that this rank's tiles count, of the side that goes round."""
+        if block != self.whole:
+            return side.positions(self.owner(block))[self.rows_of_tiles(block)]
+        found = np.empty(self.rows(block), np.int64)
+        for part, first, last, place in self.gathered.tolist():
+            of_part = side.positions(self.owner(part))[self.travelling_rows(part)]
+            found[place : place + last - first] = of_part[first:last]
+        return found
+
+    def slot_bytes(self, one: Pass, wire: Format) -> dict[tuple[Payload, int], int]:
+        """Buffers that a pass uses, and the bytes of the longest message, or block, in each."""
+        m = carried(one.messages, wire.kv_heads)
+        steps = one.steps[one.steps[:, StepColumn.STRIDE] < max(wire.kv_heads, 1)]
+        used = m[:, _OF_SLOT].tolist()
+        for slot, payload in ((StepColumn.SLOT, one.side.block), (StepColumn.GRAD_SLOT, one.side.gradients)):
+            held = steps[:, slot] != OWN
+            if payload == one.side.block:  # other blocks came as messages
+                held &= steps[:, StepColumn.SOURCE] == self.whole
+            columns = [slot, StepColumn.SOURCE, StepColumn.STRIDE, StepColumn.STRIDES]
+            used += [[payload, at, self.rows(b), *stride] for at, b, *stride in steps[held][:, columns].tolist()]
+        found: dict[tuple[Payload, int], int] = {}
+        for payload, slot, rows, *stride in used:
+            key = Payload(payload), pack_slot(slot)
+            found[key] = max(found.get(key, 0), wire.of_stride(*stride).message_bytes(key[0], rows))
+        return found
 
 
 @dataclass(frozen=True)
@@ -159,6 +191,8 @@ class Schedule(Blocks):
         grid: tokens at whose multiples everything is cut (`ringspun.core.route.Route.grid`), or 0. A block is then one
             unit of keys, tiles count its rows on every rank, and no result depends on the number of ranks.
         owners: ring rank of each block; None: a block is a rank's shard.
+        gathered: what this rank puts together as one more block, `whole`, of which its tiles count the rows; its own
+            shard and what it needs of others. Empty where it computes with the blocks themselves.
         route: that it takes. weighed: what it was chosen from (`ringspun.core.choice`), if it was.
         origin: what a backward pass in which queries travel is made from (`ringspun.core.ways`); None: there is none.
             Who edits `backward` takes it away, or asks for keys.
@@ -177,6 +211,7 @@ class Schedule(Blocks):
     owners: NDArray[np.int64] | None = None
     route: str = "ring"
     weighed: Weighed = ()
+    gathered: Gathered = field(default_factory=nothing_gathered)
     origin: Origin | None = None
 
     @property
@@ -192,7 +227,7 @@ class Schedule(Blocks):
             np.array([self.ring_rank, self.ring_size, self.grid, *self.tokens, *self.key_tokens], np.int64).tobytes()
         )
         owners = np.zeros(0, np.int64) if self.owners is None else self.owners
-        for array in (self.travelling, owners, *self.forward._arrays(), *self.backward._arrays()):
+        for array in (self.travelling, owners, self.gathered, *self.forward._arrays(), *self.backward._arrays()):
             h.update(np.array(array.shape, np.int64).tobytes())
             h.update(np.ascontiguousarray(array).tobytes())
         return h.digest()
@@ -217,19 +252,23 @@ class Geometry:
     Args:
         ring_size: R. ring_ranks: the rank that this process plays (all of them for a loopback ring).
         layout, route: the rules that every plan of this ring uses.
+        degrees: where heads are split too (USP): then each share of the ring is held by several ranks.
     """
 
     ring_size: int
     ring_ranks: tuple[int, ...]
     layout: Layout
     route: Route
+    degrees: Degrees | None = None
 
     def partition(
         self, seq_len: int, documents: Documents | None = None, *, layout: Layout | None = None, start: int = 0
     ) -> Partition:
-        """Who holds which of `seq_len` tokens."""
-        wanted = self.layout if layout is None else layout
-        return Partition(seq_len, self.ring_size, self.route.layout(wanted), documents, start)
+        """Which rank of the group holds which of `seq_len` tokens."""
+        wanted = self.route.layout(self.layout if layout is None else layout)
+        if self.degrees is None:
+            return Partition(seq_len, self.ring_size, wanted, documents, start)
+        return Partition(seq_len, self.degrees.size, InParts(wanted, self.degrees), documents, start)
 
     def sides(
         self,
@@ -285,7 +324,7 @@ class Geometry:
         sides = self.sides(
             seq_len, documents, mask=mask, key_len=key_len, key_layout=key_layout, query_start=query_start
         )
-        return compile_schedules(sides, mask_of(mask), self.route, self.ring_ranks)
+        return compile_schedules(sides.of_rings, mask_of(mask), self.route, self.ring_ranks)
 
 
 def _documents_of(mask: Any) -> Documents | None:
@@ -359,16 +398,17 @@ def compile_schedules(
     cut, taken = of_route(route, sides, cuts), route
     cut.travelling.setflags(write=False)
     bound = taken.bind(cut.needs)
-    origin = None if taken.grid else Origin(sides, taken, bound.sent(sides.keys.ring_size))
+    origin = Origin(sides, taken, bound.sent(sides.keys.ring_size)) if taken.turns else None
 
     def of_rank(ring_rank: int) -> Schedule:
         read = cut.of_rank(ring_rank)
         forward, backward = (attach(legs(ring_rank), *read) for legs in (bound.forward, bound.backward))
         size, queries, keys = sides.queries.ring_size, sides.queries.tokens, sides.keys.tokens
-        owners = cut.needs.owners
+        owners, gathered = cut.needs.owners, cut.gathered(ring_rank)
+        gathered.setflags(write=False)
         return Schedule(
             ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, taken.grid, owners,
-            str(taken), weighed, origin,
+            str(taken), weighed, gathered, origin,
         )  # fmt: skip
 
     return tuple(map(of_rank, ring_ranks))
@@ -399,15 +439,21 @@ def _check_rows(sides: Sides, mask: Mask | RowMasks) -> None:
 
 
 def attach(legs: Legs, tiles: tl.Tiles, reader: NDArray[np.int64], block: NDArray[np.int64]) -> Pass:
-    """A route's pass with the tiles of each step: those of the reader and block that the step names first."""
+    """A route's pass with the tiles of each step: those of the reader and block that the step names first, and the same
+    again in every further stride."""
+    strides = legs.steps[:, StepColumn.STRIDE]
     named = legs.steps[:, StepColumn.READER] * MANY_BLOCKS + legs.steps[:, StepColumn.SOURCE]
     wanted = reader * MANY_BLOCKS + block
-    names, first = np.unique(named, return_index=True)
-    place = np.searchsorted(names, wanted)
-    unreached = (place >= len(names)) | (names[np.minimum(place, len(names) - 1)] != wanted)
-    if unreached.any():
-        raise PlanError(f"route must bring every needed block; got none from ring rank {int(block[unreached][0])}.")
-    step = first[place]
+    found = []
+    for stride in range(int(strides.max(initial=0)) + 1):
+        mine = np.flatnonzero(strides == stride)
+        names, first = np.unique(named[mine], return_index=True)
+        place = np.searchsorted(names, wanted)
+        unreached = (place >= len(names)) | (names[np.minimum(place, len(names) - 1)] != wanted)
+        if unreached.any():
+            raise PlanError(f"route must bring every needed block; got none from ring rank {int(block[unreached][0])}.")
+        found.append(mine[first[place]])
+    step, which = np.concatenate(found), np.tile(np.arange(len(tiles)), len(found))
     order = np.argsort(step, kind="stable")
     offsets = np.append(0, np.cumsum(np.bincount(step, minlength=len(named)))).astype(np.int64)
-    return Pass(legs.steps, legs.messages, tiles[order], offsets)
+    return Pass(legs.steps, legs.messages, tiles[which[order]], offsets)

@@ -47,6 +47,7 @@ ROUTES: Mapping[str, type[routes.Route]] = {
     "direct": routes.Direct,
     "bidirectional": routes.Bidirectional,
     "double_ring": routes.DoubleRing,
+    "all_gather": routes.AllGather,
 }
 
 
@@ -70,7 +71,7 @@ def parse_layout(text: str) -> layouts.Layout:
 
 
 def parse_route(text: str) -> routes.Route:
-    """The route that `text` writes: ``ring``, ``direct``, ``bidirectional``, ``double_ring(4)``;
+    """The route that `text` writes: ``ring``, ``direct``, ``bidirectional``, ``double_ring(4)``, ``all_gather``;
     ``parse_route(str(x)) == x``.
 
     Raises:

@@ -9,6 +9,7 @@ those that cannot.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
@@ -42,11 +43,17 @@ def turned(tiles: Tiles) -> Tiles:
     return np.column_stack([tiles[:, [B0, B1]], rg.turned(tiles[:, REGION])])
 
 
-def build(cut: Cut, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
+Placed = Callable[[Tiles, NDArray[np.int64]], tuple[Tiles, NDArray[np.int64]]]
+"""Makes of tiles, each with the key run that it is of, tiles with the block of each."""
+
+
+def build(cut: Cut, ring_rank: int, placed: Placed | None = None) -> tuple[Tiles, NDArray[np.int64]]:
     """All tiles of one rank against every rank's keys, coalesced: ``(tiles [n, 8], source rank of each [n])``.
 
     Sorted by source, then rows. Warns when a layout and a mask make more than a million of them.
 
+    Args:
+        placed: counts the keys in other blocks than ranks' shards.
     Raises:
         PlanError: query and key runs that meet have different steps.
     """
@@ -59,7 +66,12 @@ def build(cut: Cut, ring_rank: int) -> tuple[Tiles, NDArray[np.int64]]:
             RingspunWarning,
             stacklevel=2,
         )
-    found = [(of_every_row(local), cut.keys.runs[k_run, RANK]) for local, _, k_run in cut.pieces(mine)]
+
+    def of_owners(tiles: Tiles, k_run: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64]]:
+        return tiles, cut.keys.runs[k_run, RANK]
+
+    placed = of_owners if placed is None else placed
+    found = [placed(of_every_row(local), k_run) for local, _, k_run in cut.pieces(mine)]
     table = np.concatenate([t for t, _ in found])
     source = np.concatenate([s for _, s in found])
     return _coalesce(table, source) if total <= MANY_TILES else _sorted(table, source)
@@ -78,12 +90,13 @@ def _coalesce(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[n
     Two disjoint tiles are one exactly when their hull holds as many pairs as both together.
     """
     by_query, by_key = (K0, Q0), (Q0, K0)
+    joined = True
+    while joined:  # all keys of the same queries first: what is left apart then has nothing to be merged with
+        tiles, source, joined = _join_neighbours(tiles, source, by_query, of_same_queries=True)
     settled = 0
     while settled < 2:
         for keys in (by_query, by_key):
-            order = np.lexsort((*(tiles[:, c] for c in keys), source))
-            tiles, source = tiles[order], source[order]
-            tiles, source, joined = _join_neighbours(tiles, source)
+            tiles, source, joined = _join_neighbours(tiles, source, keys)
             settled = 0 if joined else settled + 1
     return _sorted(tiles, source)
 
@@ -93,13 +106,20 @@ def _sorted(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.
     return tiles[order], source[order]
 
 
-def _join_neighbours(tiles: Tiles, source: NDArray[np.int64]) -> tuple[Tiles, NDArray[np.int64], bool]:
+def _join_neighbours(
+    tiles: Tiles, source: NDArray[np.int64], keys: tuple[int, int], *, of_same_queries: bool = False
+) -> tuple[Tiles, NDArray[np.int64], bool]:
+    """Neighbours in the order of some columns, the last counting first, joined in pairs."""
+    order = np.lexsort((*(tiles[:, c] for c in keys), source))
+    tiles, source = tiles[order], source[order]
     if len(tiles) < 2:
         return tiles, source, False
     a, b = tiles[:-1], tiles[1:]
     hull = np.where(np.isin(np.arange(8), (B0, Q0, K0, LO)), np.minimum(a, b), np.maximum(a, b))
     pairs = count_pairs(tiles)
     same = (source[:-1] == source[1:]) & (a[:, B0] == b[:, B0]) & (a[:, B1] == b[:, B1])
+    if of_same_queries:
+        same &= (a[:, Q0] == b[:, Q0]) & (a[:, Q1] == b[:, Q1])
     joins = same & (count_pairs(hull) == pairs[:-1] + pairs[1:])
     # of a chain of joins take every other one: a tile can be joined once per round
     start = np.flatnonzero(joins & ~np.append(False, joins[:-1]))

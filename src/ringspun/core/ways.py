@@ -13,7 +13,7 @@ where there are far fewer of them than of keys, as in cross-attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,9 +25,9 @@ from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
-from ringspun.core.readings import Readings, of_route
+from ringspun.core.readings import Gathered, Readings, of_route
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Route
-from ringspun.core.schedule import Blocks, Origin, Pass, Schedule, attach, cuts_of
+from ringspun.core.schedule import Blocks, Origin, Pass, Schedule, attach, cuts_of, nothing_gathered
 from ringspun.core.wire import Format, Payload, Side
 from ringspun.errors import PlanError
 
@@ -44,7 +44,7 @@ class Turned(Blocks):
     Args:
         ring_rank, ring_size: its place. travelling: the query rows that others need, all ranks'. owners: ring rank of
             each block; None: a block is a rank's shard. backward: the pass; tiles count the rows of the block of
-            queries, and all keys of the rank.
+            queries, and all keys of the rank. gathered: nothing, ever.
     """
 
     ring_rank: int
@@ -52,6 +52,7 @@ class Turned(Blocks):
     travelling: needs.Travelling
     owners: NDArray[np.int64] | None
     backward: Pass
+    gathered: Gathered = field(default_factory=nothing_gathered)
 
 
 def take(schedule: Schedule, wire: Format, wanted: str = "auto") -> Side:
@@ -116,7 +117,7 @@ def turned(schedules: Sequence[Schedule]) -> tuple[Turned, ...]:
 def _origin(schedule: Schedule) -> Origin:
     if schedule.origin is None:
         raise PlanError(
-            f"backward must be 'auto' or 'keys' by {schedule.route}, which sums in an order of its own; got 'queries'."
+            f"backward must be 'auto' or 'keys' by {schedule.route}, by which no queries travel; got 'queries'."
         )
     return schedule.origin
 

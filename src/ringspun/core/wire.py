@@ -18,7 +18,8 @@ what the header says, and in the place of the length, which the receiver knows, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum, IntEnum
 from math import prod
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class Payload(IntEnum):
     DKV = 1
     QUERIES = 2
     DQ = 3
+    HEADS = 4
+    """Some heads of some rows, on their way between ranks that split heads (`ringspun.core.degrees`)."""
 
 
 class Side(Enum):
@@ -71,6 +74,32 @@ def aligned(n_bytes: int) -> int:
     return -(-n_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
+Segments = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def segments(shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int]) -> tuple[Segments, int]:
+    """Per tensor of a message its byte offset and shape; and the length of the whole message (bytes).
+
+    Args:
+        shapes: of the tensors. itemsizes: bytes per element of each.
+    """
+    found, offset = [], HEADER_BYTES
+    for shape, itemsize in zip(shapes, itemsizes, strict=True):
+        found.append((offset, tuple(shape)))
+        offset += aligned(prod(shape) * itemsize)
+    return tuple(found), offset + END_BYTES
+
+
+def heads_of(stride: int, strides: int, kv_heads: int) -> slice:
+    """The KV heads of one stride: as evenly as it goes, none where there are fewer heads than strides before it.
+
+    >>> [heads_of(i, 3, 8) for i in range(3)], heads_of(2, 3, 2)
+    ([slice(0, 2, None), slice(2, 5, None), slice(5, 8, None)], slice(2, 2, None))
+    """
+    count = min(strides, max(kv_heads, 1))
+    return slice(*(min(i, count) * kv_heads // count for i in (stride, stride + 1)))
+
+
 @dataclass(frozen=True)
 class Format:
     """What all messages of one call agree on; every rank of a ring must hold the same.
@@ -89,6 +118,17 @@ class Format:
     itemsize: int
     accumulator_itemsize: int
 
+    def of_stride(self, stride: int, strides: int) -> Format:
+        """Of messages that carry one stride of the KV heads."""
+        mine = heads_of(stride, strides, self.kv_heads)
+        return self.of_heads(mine.stop - mine.start)
+
+    def of_heads(self, kv_heads: int) -> Format:
+        """Of messages that carry so many of the KV heads."""
+        if kv_heads == self.kv_heads:
+            return self
+        return replace(self, heads=kv_heads * (self.heads // max(self.kv_heads, 1)), kv_heads=kv_heads)
+
     def parts(self, payload: Payload) -> tuple[Part, ...]:
         """What a message holds, in order."""
         h, k, size, value = self.heads, self.kv_heads, (self.head_size,), (self.value_size,)
@@ -99,22 +139,18 @@ class Format:
         wide = payload == Payload.DKV
         return Part(k, size, wide), Part(k, value, wide)
 
-    def segments(self, payload: Payload, rows: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def segments(self, payload: Payload, rows: int) -> Segments:
         """Per part its byte offset in the message and its shape."""
         return self._laid_out(payload, rows)[0]
 
     def message_bytes(self, payload: Payload, rows: int) -> int:
         """Length of a whole message, header and end mark included."""
-        return self._laid_out(payload, rows)[1] + END_BYTES
+        return self._laid_out(payload, rows)[1]
 
-    def _laid_out(self, payload: Payload, rows: int) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], int]:
-        """The segments, and where the last one ends."""
-        offset, found = HEADER_BYTES, []
-        for heads, entry, wide in self.parts(payload):
-            shape = (self.batch, heads, rows, *entry)
-            found.append((offset, shape))
-            offset += aligned(prod(shape) * (self.accumulator_itemsize if wide else self.itemsize))
-        return tuple(found), offset
+    def _laid_out(self, payload: Payload, rows: int) -> tuple[Segments, int]:
+        parts = self.parts(payload)
+        shapes = [(self.batch, part.heads, rows, *part.entry) for part in parts]
+        return segments(shapes, [self.accumulator_itemsize if part.wide else self.itemsize for part in parts])
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,17 @@ class State(Enum):
 
 
 class Message(NamedTuple):
-    """One message as one end sees it: `key` is the same at both ends."""
+    """One message as one end sees it: `key` is the same at both ends. Its last part is when it is waited for
+    (`Row.moment`): a step may post several of one source."""
 
     sends: bool
     peer: int
-    key: tuple[int, int, int, int, int]
+    key: tuple[int, int, int, int, int, int]
 
     @property
     def words(self) -> str:
         """For people."""
-        call, phase, payload, step, source = self.key
+        call, phase, payload, step, source, _ = self.key
         block = f"{Payload(payload).name} of ring rank {source} at step {step} of {call_words(call, phase)}"
         return f"{block} {'to' if self.sends else 'from'} ring rank {self.peer}"
 
@@ -259,7 +260,7 @@ def _spans(member: Member, rows: Sequence[Row], shift: int) -> Iterator[Span]:
                 call, phase, step = row.call, row.phase, -1
             inside = row.what != What.END
         if row.what in (What.SEND, What.RECEIVE):
-            key = (row.call, row.phase, row.payload, row.step, row.source)
+            key = (row.call, row.phase, row.payload, row.step, row.source, row.moment)
             message = Message(row.what == What.SEND, row.peer, key)
             member.posted[message] = time
             posts.setdefault((row.call, row.phase, row.step, row.moment), []).append(message)

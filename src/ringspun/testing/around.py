@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ class Around(Driver):
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         ranks = zip(self.ring_ranks, programs, strict=True)
         return self.driver.run([self.changed(rank, program) for rank, program in ranks])
+
+    def clock(self, ring_rank: int) -> Callable[[], float] | None:
+        return self.driver.clock(ring_rank)
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         self.driver.agree(topic, digest, fields, failure)

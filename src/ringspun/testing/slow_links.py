@@ -24,7 +24,8 @@ class SlowLinks(Around):
     The message itself moves at once; both ends then wait until the link would have had it. Ranks compute meanwhile.
 
     Args:
-        driver: moves the messages. node: ranks of a node. bytes_per_s: of the link that leaves a node, one way.
+        driver: moves the messages. node: ranks of a node. bytes_per_s: of the link that leaves a node, one way; may be
+            changed between calls.
         folder: an empty one that all ranks see; the time until which each link is taken is kept there.
     """
 
@@ -32,7 +33,8 @@ class SlowLinks(Around):
         super().__init__(driver)
         if len(self.ring_ranks) != 1:  # others could not move while one sleeps
             raise ValueError(f"driver must play one rank; got {len(self.ring_ranks)}.")
-        self._node, self._rate, self._folder = node, bytes_per_s, folder
+        self.bytes_per_s = bytes_per_s
+        self._node, self._folder = node, folder
         self._received: Counter[int] = Counter()
 
     def changed(self, rank: int, program: RankProgram[T]) -> RankProgram[T]:
@@ -67,7 +69,7 @@ class SlowLinks(Around):
             fcntl.flock(link, fcntl.LOCK_EX)
             link.seek(0)
             free = float(link.read() or 0.0)
-            through = max(free, time.monotonic()) + n_bytes / self._rate
+            through = max(free, time.monotonic()) + n_bytes / self.bytes_per_s
             link.truncate(0)
             link.write(repr(through))
         with (self._folder / f"{sender}-{receiver}").open("a") as times:

@@ -27,7 +27,7 @@ class Work:
 
     Args:
         ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
-        mask, layout, checks, route, backward: of the ring. batch: B.
+        mask, layout, checks, route, backward: of the ring. batch: B. ulysses: of the ranks, how many split heads.
     """
 
     ranks: int
@@ -42,6 +42,7 @@ class Work:
     checks: str = "header"
     route: Route = field(default_factory=Ring)
     backward: Literal["auto", "keys", "queries"] = "auto"
+    ulysses: int = 1
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -52,17 +53,23 @@ def threads_per_rank(ranks: int) -> int:
 def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
     """On every rank of a pool: seconds of each repeat, all ranks starting together."""
     torch.set_num_threads(threads_per_rank(work.ranks))
-    plan = ContextParallel(layout=work.layout, checks=work.checks, route=work.route, backward=work.backward).plan(
-        work.seq_len, work.mask
-    )
+    plan = plan_on_rank(work)
     q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
     return [_once(plan, q, k, v, dout, barrier=True) for _ in range(repeats)]
+
+
+def plan_on_rank(work: Work) -> Plan:
+    """The plan of a work over the default group."""
+    context = ContextParallel(
+        layout=work.layout, checks=work.checks, route=work.route, backward=work.backward, ulysses=work.ulysses
+    )
+    return context.plan(work.seq_len, work.mask)
 
 
 def peak_on_rank(ring_rank: int, work: Work) -> int:
     """On every rank of a pool: peak bytes of a first forward + backward above what the inputs take, one thread."""
     torch.set_num_threads(1)
-    plan = ContextParallel(layout=work.layout, route=work.route, backward=work.backward).plan(work.seq_len, work.mask)
+    plan = plan_on_rank(work)
     q, k, v, dout = _tensors(work, plan.partition.local_tokens, seed=ring_rank)
     with peak_memory() as peak:
         torch.autograd.grad(plan.attention(q, k, v), (q, k, v), dout)

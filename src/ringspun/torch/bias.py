@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,6 +40,10 @@ class Rule(ABC):
     @abstractmethod
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The share of the gradient of `values` from those of the scores ``ds [B, H, t, s]``."""
+
+    @abstractmethod
+    def part(self, values: Tensor, heads: slice) -> tuple[Rule, Tensor]:
+        """The rule of some query heads, and the part of `values`, or of their gradient, that is theirs (a view)."""
 
     def check(self, values: Tensor, heads: int) -> None:  # noqa: B027 (a rule without a tensor has nothing to check)
         """Raise `ShapeError` unless `values` fits H heads."""
@@ -108,6 +112,28 @@ Bias = Alibi | RelativeTable | BiasFunction
 
 
 @dataclass(frozen=True)
+class _FunctionOfHeads:
+    """What a free function of positions says of some heads."""
+
+    function: BiasFunction
+    first: int
+    last: int
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        found = self.function(q, k)
+        return found[self.first : self.last] if found.ndim == 3 and found.shape[0] > 1 else found
+
+
+def of_heads(bias: Bias, first: int, last: int) -> Bias:
+    """A bias of the query heads ``[first, last)``. Differentiable."""
+    if isinstance(bias, Alibi):
+        return Alibi(bias.slopes[first:last])
+    if isinstance(bias, RelativeTable):
+        return RelativeTable(bias.table[:, first:last], bias.buckets)
+    return _FunctionOfHeads(bias, first, last)
+
+
+@dataclass(frozen=True)
 class _AlibiRule(Rule):
     name = "alibi"
 
@@ -116,6 +142,9 @@ class _AlibiRule(Rule):
 
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return -(ds.sum(0) * (q - k).abs()).sum((1, 2))
+
+    def part(self, values: Tensor, heads: slice) -> tuple[Rule, Tensor]:
+        return self, values[heads]
 
     def check(self, values: Tensor, heads: int) -> None:
         if values.shape != (heads,):
@@ -136,6 +165,9 @@ class _TableRule(Rule):
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         per_pair = ds.sum(0).flatten(1).T
         return torch.zeros_like(values).index_add_(0, self._rows(q - k).flatten(), per_pair)
+
+    def part(self, values: Tensor, heads: slice) -> tuple[Rule, Tensor]:
+        return self, values[:, heads]
 
     def check(self, values: Tensor, heads: int) -> None:
         if not isinstance(self.buckets, Buckets):
@@ -160,19 +192,29 @@ class _TableRule(Rule):
 
 @dataclass(frozen=True)
 class FunctionRule(Rule):
-    """What a function of positions says, whose string is no more than its name."""
+    """What a function of positions says, whose string is no more than its name.
+
+    Args:
+        heads: H. first, last: of which heads; default: all.
+    """
 
     function: BiasFunction
     heads: int
+    first: int = 0
+    last: int | None = None
     name = "function"
 
     def scores(self, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         found = self.function(q, k).to(q.device)
         _check_shape(found, self.heads, q, k)
-        return found if found.ndim == 3 else found[None]
+        found = found if found.ndim == 3 else found[None]
+        return found if found.shape[0] == 1 else found[self.first : self.last]
 
     def gradient(self, ds: Tensor, values: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.zeros_like(values)
+
+    def part(self, values: Tensor, heads: slice) -> tuple[Rule, Tensor]:
+        return replace(self, first=heads.start, last=heads.stop), values
 
     def mark(self, q: Tensor, k: Tensor) -> int:
         """A number that stands for what the function says of some positions at this moment."""
@@ -251,6 +293,6 @@ class RankBias:
     values: Tensor
     positions: Callable[[int], tuple[Tensor, Tensor]]
 
-    def block(self, source: int) -> BlockBias:
-        """Where it meets the block `source`."""
-        return BlockBias(self.rule, self.values, *self.positions(source))
+    def block(self, source: int, heads: slice) -> BlockBias:
+        """Of some query heads, where it meets the block `source`."""
+        return BlockBias(*self.rule.part(self.values, heads), *self.positions(source))

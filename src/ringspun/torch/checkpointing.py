@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ringspun.torch.ops import attention_op  # noqa: F401  registers the op
+from ringspun.torch.ulysses import to_rows_op  # noqa: F401  registers the ops
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -18,7 +18,8 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
     Kept: out ``[B, H, T, Dv]`` and lse ``[B, H, T]`` of every attention in the block; all else is recomputed. A
     layer then sends keys and values once in forward and once in backward, as without a checkpoint, not three times.
+    Where heads are split (Ulysses), rows are exchanged for heads once more.
     """
-    keep = [torch.ops.ringspun.attention.default]
+    keep = [torch.ops.ringspun.attention.default, torch.ops.ringspun.to_rows.default]
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]
     return contexts

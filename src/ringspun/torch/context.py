@@ -19,11 +19,13 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ringspun.core.checks import Checks
+from ringspun.core.choice_of_degrees import of_ring
+from ringspun.core.degrees import Inner
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.links import Links
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
-from ringspun.core.route import Auto, InOrder, Ring, Route
+from ringspun.core.route import Ring, Route
 from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import parse_route, shown
 from ringspun.core.ways import WANTED
@@ -32,13 +34,17 @@ from ringspun.errors import PlanError
 from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
 from ringspun.torch.buffers import BufferPool
-from ringspun.torch.drivers import Driver, Gloo, Loopback
+from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.execution import Options
+from ringspun.torch.groups import drivers_of_rings, place
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
+from ringspun.torch.pieces import Pieces
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
+from ringspun.torch.routing import may_turn, route_of
+from ringspun.torch.ulysses import hybrid_plan
 
 KEPT_READY = 4
 """Of the last new options of calls, how many a new plan is ready for."""
@@ -48,12 +54,17 @@ class ContextParallel:
     """A ring of ranks that together hold one sequence (context parallelism; its size is what others call `cp_size`).
 
     Args:
-        group: a gloo process group (any world ranks; its order is the ring's order), a one-dimensional `DeviceMesh`, a
-            `Loopback`, or None: the default group, or this process alone where torch.distributed is not initialised.
+        group: a gloo process group (any world ranks; its order is the ring's order), a `DeviceMesh` of one dimension or
+            of two, ``("ring", "ulysses")`` in either order, a `Loopback`, or None: the default group, or this process
+            alone where torch.distributed is not initialised.
         layout: the rule that deals tokens to ranks. route: how blocks travel: a `Route` or its string (``"ring"``,
             ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
             over soonest on `links`.
-        links: a profile of `ringspun bench links`, or its file; the same on every rank.
+        links: a profile of `ringspun bench links` of the whole group, or its file; the same on every rank.
+        block_size: most tokens of a block on its way round the ring: hops go in pieces, one behind the other. None:
+            whole shards. "auto": chosen when a plan is made, by how long earlier calls computed and waited, on
+            all ranks alike; bits change with the number of pieces, so the same inputs may give others later on. See
+            docs/routes.md.
         checks: "header": the receiver compares each message's header and end mark with its own schedule. "checksum":
             and every byte between them with the sender's checksum; "checksum/16": in one call of 16. See docs/trust.md.
         timeout_s: longest wait for a peer (seconds).
@@ -68,8 +79,15 @@ class ContextParallel:
         backward: what travels in backward: "keys" (k, v, and their gradients behind them), "queries" (q, the gradient
             of out and what belongs to them, and dq behind), or "auto": what is fewer bytes, counted for each plan and
             kind of tensors. The same gradients up to rounding; see docs/routes.md.
+        ulysses: of the group's ranks, how many split the heads of one share of the sequence (a divisor; at most the
+            number of query heads); the others are rings. "auto": what sends the fewest bytes, or takes the shortest
+            time on `links`. See docs/hybrid.md. Default 1, or what the mesh says.
+        inner: whose ranks are neighbours in the group, "ulysses" (the default) or "ring"; a mesh's last axis.
+        heads: for "auto": numbers of query and of key/value heads.
+        ring_group, ulysses_group: instead of `group`: this rank's ring, and the ranks that split heads with it.
     Raises:
-        PlanError: a group that cannot be used, or a route, or queries in backward, beside `deterministic`.
+        PlanError: a group that cannot be used, a route beside `deterministic`, a `block_size` without the ring, or
+            queries in backward by a route that moves none.
         LayoutError: with `deterministic`, a layout other than `Contiguous` and `Zigzag`.
     """
 
@@ -80,12 +98,18 @@ class ContextParallel:
         layout: Layout | None = None,
         route: Route | str = "auto",
         links: Links | str | os.PathLike[str] | None = None,
+        block_size: int | Literal["auto"] | None = None,
         checks: str = "header",
         timeout_s: float = 600.0,
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
         backward: Literal["auto", "keys", "queries"] = "auto",
+        ulysses: int | Literal["auto"] | None = None,
+        inner: Inner | None = None,
+        heads: tuple[int, int] | None = None,
+        ring_group: dist.ProcessGroup | None = None,
+        ulysses_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.checks = Checks.parse(checks)
         if not isinstance(route, Route | str):
@@ -98,7 +122,12 @@ class ContextParallel:
         if backward not in WANTED:
             raise PlanError(f"backward must be one of {', '.join(map(repr, WANTED))}; got {backward!r}.")
         self.backward = backward
-        self.driver = _driver(group, timeout_s)
+        links = Links.load(Path(links)) if isinstance(links, str | os.PathLike) else links
+        self.driver, degrees, self.weighed_degrees = place(
+            group, ulysses=ulysses, inner=inner, heads=heads, ring_group=ring_group, ulysses_group=ulysses_group,
+            links=links, backward=backward if may_turn(route, deterministic) else Side.KEYS.value, timeout_s=timeout_s,
+        )  # fmt: skip
+        self.degrees = degrees
         folder = os.environ.get(FOLDER_VARIABLE) or None if log_dir is None else log_dir
         if folder is not None:
             if not isinstance(folder, str | os.PathLike):
@@ -110,28 +139,56 @@ class ContextParallel:
         layout = Zigzag() if layout is None else layout
         if not isinstance(layout, Layout):
             raise PlanError(f"layout must be a Layout, e.g. Zigzag(); got {layout!r}.")
-        chosen = _route(route, deterministic, links)
+        if links is not None:  # of the group: a ring has its own; with degrees to choose, they need not choose a route
+            links = None if ulysses == "auto" and route != "auto" else of_ring(links, degrees)
+        chosen = route_of(route, deterministic, links, block_size)
+        self.pieces = Pieces(self.driver) if block_size == "auto" else None
         self.deterministic = "across_rings" if deterministic else None
-        if backward == Side.QUERIES.value and chosen.grid:
+        if backward == Side.QUERIES.value and not chosen.turns:
+            given = "deterministic='across_rings'" if chosen.grid else f"route {chosen}"
             raise PlanError(
-                "backward must be 'auto' or 'keys' with deterministic='across_rings', which sums in an order of its "
-                "own; got 'queries'. Leave one out."
+                f"backward must be 'auto' or 'keys' with {given}, by which no queries travel; got 'queries'. Leave one "
+                "out."
             )
         chosen.layout(layout)
-        self.geometry = Geometry(self.driver.size, self.driver.ring_ranks, layout, chosen)
+        split = degrees if degrees.ulysses > 1 else None
+        here = tuple(sorted({degrees.place(rank)[0] for rank in self.driver.ring_ranks}))
+        self.geometry = Geometry(degrees.ring, here, layout, chosen, split)
+        asked: dict[str, Any] = {"layout": layout, "route": route, "links": links, "checks": checks}
+        asked |= {"block_size": block_size, "backward": backward}
+        asked |= {"sync_steps": sync_steps, "deterministic": deterministic}
+        rings = drivers_of_rings(self.driver, degrees, timeout_s) if split else ()
+        self.rings = tuple(ContextParallel(ring, **asked) for ring in rings)
+        for ring in self.rings:
+            ring.pieces = self.pieces  # chosen by all of the group's ranks, for all of its rings
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
         self.options: tuple[Options, ...] = ()
         self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
 
     @property
     def ring_size(self) -> int:
-        """Number of ranks R."""
-        return self.driver.size
+        """Ranks of a ring R."""
+        return self.degrees.ring
 
     @property
     def ring_rank(self) -> int:
-        """This process's place in the ring; 0 for a loopback, which plays all of them."""
-        return self.driver.ring_ranks[0]
+        """This process's place in its ring; 0 for a loopback, which plays all of them."""
+        return self.degrees.place(self.driver.ring_ranks[0])[0]
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks among which heads are split U; 1: they are not."""
+        return self.degrees.ulysses
+
+    @property
+    def ulysses_rank(self) -> int:
+        """This process's place among them; 0 for a loopback."""
+        return self.degrees.place(self.driver.ring_ranks[0])[1]
+
+    @property
+    def size(self) -> int:
+        """All ranks that hold the sequence together: R times U."""
+        return self.driver.size
 
     @property
     def number(self) -> int:
@@ -200,27 +257,47 @@ class ContextParallel:
             )
         made = _schedules(what)
         failure: Exception | None = None
+        route = self.geometry.route
         digest, key, plan, mask = bytes(32), b"", None, None
         try:
             mask = mask_of(made[0].mask if made else what)
             doubts.check(sides, mask)
-            digest = input_digest(sides, mask, self.geometry.route)
+            route = self._route_now(sides, made)
+            digest = input_digest(sides, mask, route)
             key = b"".join(s.digest for s in made) or digest  # not by their inputs alone: somebody may have edited them
             plan = self._plans.get(key)
             # two classes of masks may write themselves alike; a schedule may be given to another partition than its own
             if plan is None or plan._mask != mask or plan._sides != sides:
-                plan = self._compile(sides, mask, made, digest)
+                plan = self._compile(sides, mask, made, digest, route)
         except Exception as problem:
             failure = problem
-        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(self.geometry.route)}, failure)
+        self._agree_on_plan(digest, _fields(sides, mask) | {"route": str(route)}, failure)
         assert plan is not None
+        if self.pieces is not None:  # for the next plan, now that every rank has made this one
+            self.pieces.choose()
         self._plans.use(key, plan, plan.n_bytes)
         return plan
 
-    def _compile(self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes) -> Plan:
-        route, ranks = self.geometry.route, self.geometry.ring_ranks
-        schedules = check_schedules(made, ranks, inputs) if made else compile_schedules(sides, mask, route, ranks)
-        return Plan(self, sides, mask, schedules)
+    def _route_now(self, sides: Sides, made: tuple[Schedule, ...]) -> Route:
+        """The route of a plan made now; of schedules made elsewhere, which know no choice, their own ring."""
+        if self.pieces is None:
+            return self.geometry.route
+        if not made:
+            return self.pieces.route(sides.of_rings)
+        theirs = parse_route(made[0].route)
+        return theirs if isinstance(theirs, Ring) else self.geometry.route
+
+    def _compile(
+        self, sides: Sides, mask: Mask | RowMasks, made: tuple[Schedule, ...], inputs: bytes, route: Route
+    ) -> Plan:
+        ranks, rings = self.geometry.ring_ranks, sides.of_rings
+        if made:
+            schedules = check_schedules(made, ranks, inputs if rings == sides else input_digest(rings, mask, route))
+        else:
+            schedules = compile_schedules(rings, mask, route, ranks)
+        if self.rings:
+            return hybrid_plan(self, sides, mask, schedules, route)
+        return Plan(self, sides, mask, schedules, route)
 
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
@@ -233,55 +310,11 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         name = type(self.driver).__name__.lower()
-        return f"ContextParallel(ring_size={self.ring_size}, layout={self.geometry.layout}, driver={name})"
+        ulysses = f", ulysses_size={self.ulysses_size}" if self.rings else ""
+        return f"ContextParallel(ring_size={self.ring_size}{ulysses}, layout={self.geometry.layout}, driver={name})"
 
 
 _keys = itertools.count()
-
-
-def _route(route: Route | str, deterministic: object, links: Links | str | os.PathLike[str] | None) -> Route:
-    """What `ContextParallel` is given, as a route."""
-    if links is not None and (route != "auto" or deterministic):
-        raise PlanError("links must come with route='auto', which is chosen by them; got another. Leave one out.")
-    if deterministic is not None and deterministic is not False and deterministic != "across_rings":
-        raise PlanError(
-            f"deterministic must be None or 'across_rings'; got {deterministic!r}. The same inputs on the same ring "
-            "give the same bits in any case."
-        )
-    if not deterministic:
-        if route != "auto":
-            return parse_route(route) if isinstance(route, str) else route
-        if links is None:
-            return Ring()
-        return Auto(links if isinstance(links, Links) else Links.load(Path(links)))
-    if route != "auto":
-        raise PlanError(
-            f"route must be 'auto' with deterministic='across_rings', which has its own; got {route}. Leave one out."
-        )
-    return InOrder()
-
-
-def _driver(group: Any, timeout_s: float) -> Driver:
-    if isinstance(group, Driver):
-        return group
-    if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            raise PlanError(f"mesh must have one dimension; got {group.ndim}. Pass the ring's own, e.g. mesh['ring'].")
-        group = group.get_group()
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Loopback(1)
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise PlanError(
-            f"group must be a process group that this rank belongs to, a mesh or a Loopback; got {group!r}."
-        )
-    if dist.get_world_size(group) == 1:
-        return Loopback(1)
-    backend = str(dist.get_backend(group))
-    if "gloo" not in backend:
-        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
-    return Gloo(group, timeout_s=timeout_s)
 
 
 def _schedules(what: Any) -> tuple[Schedule, ...]:

@@ -17,6 +17,7 @@ from ringspun.core.partition import Sides
 from ringspun.core.schedule import Blocks, Pass, Schedule
 from ringspun.core.wire import Format, Side
 from ringspun.errors import NotDifferentiable, RingspunError
+from ringspun.steplog.meter import Meter
 from ringspun.torch import ring, sharding, shares
 from ringspun.torch.bias import FunctionRule, RankBias, Rule
 from ringspun.torch.buffers import BufferPool, in_lines
@@ -55,6 +56,7 @@ class Calls:
     Args:
         sync_steps: whether all ranks finish a step before the next.
         backward: what is asked to travel in backward (`ringspun.core.ways.WANTED`).
+        meters: measure forward calls, one per rank, if they do.
         agreed: facts of the last call that all ranks agreed on, by topic.
     """
 
@@ -66,6 +68,7 @@ class Calls:
     checks: Checks
     sync_steps: bool = False
     backward: str = "auto"
+    meters: Sequence[Meter | None] = ()
     agreed: dict[str, str] = field(default_factory=dict)
     _sides: dict[Format, Side] = field(default_factory=dict)
     _walks: dict[Side | None, list[Walk]] = field(default_factory=dict)
@@ -114,9 +117,9 @@ class Calls:
         self.driver.state.agreed_sizes = sizes
 
     @cached_property
-    def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
-        """Per rank, the tiles of forward's steps and of backward's; one list where they are the same, lowered once."""
-        return [_step_tiles(s) for s in self.schedules]
+    def _tiles(self) -> list[list[list[StepTiles]]]:
+        """Per rank, the tiles of forward's steps and of backward's."""
+        return [_step_tiles(s.forward, s.backward) for s in self.schedules]
 
     def _walks_of(self, backward: Side | None) -> list[Walk]:
         """What each rank does in forward (None), or in backward while one side travels."""
@@ -128,7 +131,7 @@ class Calls:
                 self._walks[backward] = [Walk(s.backward, s, tiles) for s, (_, tiles) in here]
             else:
                 turned = ways.turned(self.schedules)
-                self._walks[backward] = [Walk(one.backward, one, _tiles_of(one.backward)) for one in turned]
+                self._walks[backward] = [Walk(one.backward, one, *_step_tiles(one.backward)) for one in turned]
         return self._walks[backward]
 
     def jobs(
@@ -140,10 +143,11 @@ class Calls:
         phase, sums = 0 if of is None else 1 + of, self.checks.sums(number)
         walks = self._walks_of(None if of is None else self.side(wire))
         jobs = []
-        for schedule, walk, log in zip(self.schedules, walks, state.logs, strict=True):
+        meters = (None,) * len(self.schedules) if phase or not self.meters else self.meters
+        for schedule, walk, log, meter in zip(self.schedules, walks, state.logs, meters, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, walk)
             what = schedule, walk.one, walk.blocks, walk.tiles, kernel, wire, self.pool, terms, bias
-            jobs.append(ring.Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums))
+            jobs.append(ring.Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter))
         return jobs
 
     def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, walk: Walk) -> RankBias:
@@ -155,8 +159,7 @@ class Calls:
 
         @lru_cache(maxsize=1)
         def positions(block: int) -> tuple[Tensor, Tensor]:
-            found = going.positions(blocks.owner(block))[blocks.rows_of_tiles(block)]
-            theirs = torch.from_numpy(found).to(q.device)
+            theirs = torch.from_numpy(blocks.positions(block, going)).to(q.device)
             return (own, theirs) if walk.one.side == Side.KEYS else (theirs, own)
 
         return RankBias(rule, values.to(accumulator_dtype(q.dtype)), positions)
@@ -276,17 +279,15 @@ def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
     return Saved(out, lse, grads.dout, grads.dlse, delta)
 
 
-def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
-    one, two = schedule.forward, schedule.backward
-    backward = _tiles_of(two)
-    offsets = two.tile_offsets[: len(one.tile_offsets)]  # backward's extra last steps have none
-    if np.array_equal(one.tiles, two.tiles) and np.array_equal(one.tile_offsets, offsets):
-        return backward, backward
-    return _tiles_of(one), backward
+def _step_tiles(*passes: Pass) -> list[list[StepTiles]]:
+    """Of each step of some passes; equal ones are one, lowered once: of both directions, of strides."""
+    kept: dict[bytes, StepTiles] = {}
 
+    def of_pass(one: Pass) -> list[StepTiles]:
+        each = (one.tiles_of(step) for step in range(len(one)))
+        return [kept.setdefault(tiles.tobytes(), StepTiles(tiles)) for tiles in each]
 
-def _tiles_of(one: Pass) -> list[StepTiles]:
-    return [StepTiles(one.tiles_of(step)) for step in range(len(one))]
+    return [of_pass(one) for one in passes]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -8,9 +8,11 @@ import numpy as np
 
 from ringspun.core import accounting, ways
 from ringspun.core.choice import Weighed
-from ringspun.core.route.base import Action, MessageColumn, StepColumn
+from ringspun.core.choice_of_degrees import WeighedDegrees
+from ringspun.core.degrees import Degrees
+from ringspun.core.route.base import NONE, Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Blocks, Pass, Schedule
-from ringspun.core.wire import Format, Payload, Side
+from ringspun.core.wire import Format, Side
 from ringspun.torch.kernels import Call, Kernel, verdicts
 
 
@@ -19,9 +21,10 @@ class Step:
     """One step of one pass.
 
     Args:
-        source: ring rank that owns the keys, or the queries where these travel; with ``deterministic="across_rings"``
-            the unit of keys.
-        tiles: of this rank. pairs: allowed ones, one head (and one batch row, unless rows have their own masks).
+        source: ring rank that owns the keys, or the queries where these travel, -1: several at once; with
+            ``deterministic="across_rings"`` the unit of keys.
+        tiles: of this rank. pairs: allowed ones, of one head that it computes (and one batch row, unless rows have
+            their own masks).
         imbalance: most over mean pairs among all ranks (of unequal `speeds`: of the time they take).
         sent_bytes, received_bytes: posted at this step, headers included.
     """
@@ -65,8 +68,11 @@ class Explanation:
         plan: mask and layout in words. kernel: chosen, None where all refuse. refusals: why the others cannot, by name.
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
-            their messages would take, where the route was chosen by links. travels: in backward. sent: bytes of all
-            ranks in backward, by what travels; empty where only keys can.
+            their messages would take, where the route was chosen by links. blocks: what of a shard travels at once, and
+            why, in words. travels: in backward. sent: bytes of all ranks of the ring in backward, by what travels;
+            empty where only keys can. exchanged: bytes that this rank sends in exchanges of heads for rows, forward and
+            backward. degrees: of the hybrid; None: heads are not split; else all other counts are of its ring.
+            weighed_degrees: what they were chosen from, if they were.
     """
 
     plan: str
@@ -80,8 +86,12 @@ class Explanation:
     peak: accounting.Memory
     ring: Whole
     weighed: Weighed = ()
+    blocks: str = ""
     travels: Side = Side.KEYS
     sent: dict[Side, int] = field(default_factory=dict)
+    exchanged: tuple[int, int] = (0, 0)
+    degrees: Degrees | None = None
+    weighed_degrees: WeighedDegrees = ()
 
     def __str__(self) -> str:
         chosen = f"kernel {self.kernel}" if self.kernel else "no kernel can do this call"
@@ -90,6 +100,13 @@ class Explanation:
         if self.weighed:
             times = ", ".join(f"{route} {1e3 * seconds:.3g} ms" for route, seconds in self.weighed)
             lines.append(f"route chosen by its links, messages alone: {times}")
+        lines += [self.blocks] if self.blocks else []
+        if self.weighed_degrees:
+            costs = ", ".join(f"{d.ring} x {d.ulysses}: {cost:.4g}" for d, cost in self.weighed_degrees)
+            lines.append(f"ring x ulysses chosen by what is sent: {costs}")
+        if self.degrees:
+            forward, backward = map(_size, self.exchanged)
+            lines.append(f"{self.degrees}: exchanges send {forward} forward, {backward} backward")
         if any(self.sent.values()):
             sizes = ", ".join(f"{side.value} {_size(n_bytes)}" for side, n_bytes in self.sent.items())
             lines.append(f"backward: {self.travels.value} travel; all ranks would send: {sizes}")
@@ -105,8 +122,8 @@ class Explanation:
             whose = f"{side.value} of"
             lines.append(f"  step  {whose}  tiles        pairs  most/mean       sends    receives")
             lines += [
-                f"  {i:4}  {s.source:{len(whose)}}  {s.tiles:5}  {s.pairs:11,}  {s.imbalance:9.2f}  "
-                f"{_size(s.sent_bytes):>10}  {_size(s.received_bytes):>10}"
+                f"  {i:4}  {'several' if s.source < 0 else s.source:>{len(whose)}}  {s.tiles:5}  {s.pairs:11,}  "
+                f"{s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  {_size(s.received_bytes):>10}"
                 for i, s in enumerate(steps)
             ]
         lines.append(f"at most alive: {_size(self.peak.total)}, kernel workspace excepted")
@@ -118,16 +135,17 @@ class Explanation:
 
 def explain(
     plan: str, ring_rank: int, everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format, call: Call,
-    wanted: str | Kernel | None, backward: str,
+    wanted: str | Kernel | None, backward: str, blocks: str,
 ) -> Explanation:  # fmt: skip
-    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; backward: see `ways`."""
+    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; backward: see
+    `ringspun.core.ways`; blocks: in words."""
     found, schedule = verdicts(call, wanted), everybody[ring_rank]
     taken = ways.taken(everybody, wire, backward)
     passes = [s.forward for s in everybody], [s.backward for s in taken]
-    blocks = schedule, taken[ring_rank]
+    going = schedule, taken[ring_rank]
     steps = [
         _steps(mine, all_ranks[ring_rank], all_ranks, speeds, wire, schedule.grid)
-        for mine, all_ranks in zip(blocks, passes, strict=True)
+        for mine, all_ranks in zip(going, passes, strict=True)
     ]
     counts = [
         accounting.account(p[ring_rank], wire, backward=back) for p, back in zip(passes, (False, True), strict=True)
@@ -144,6 +162,7 @@ def explain(
         accounting.memory(schedule, wire, taken[ring_rank]),
         _whole(everybody, speeds, wire),
         schedule.weighed,
+        blocks,
         passes[1][0].side,
         {} if schedule.origin is None else ways.sent_bytes(schedule, wire),
     )
@@ -157,7 +176,7 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
     return Whole(
         accounting.wait(passes, speeds),
         sum(accounting.account(one, wire, backward=False).total_sent_bytes for one in passes),
-        sum(len(one.tiles) for one in passes),
+        sum(int(np.diff(one.tile_offsets)[accounting.computing(one, wire)].sum()) for one in passes),
         (int(everybody[0].tokens.min()), int(everybody[0].tokens.max())),
         everybody[0].route,
     )
@@ -166,15 +185,15 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
 def _steps(mine: Blocks, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format, grid: int) -> tuple[Step, ...]:
     balance = accounting.imbalance(everybody, speeds)
     blocks = one.steps[:, StepColumn.SOURCE].tolist()
-    sources = blocks if grid else [mine.owner(block) for block in blocks]
+    sources = blocks if grid else [NONE if b == mine.whole else mine.owner(b) for b in blocks]
+    tiles, pairs = np.diff(one.tile_offsets), one.pairs
+    tiles[~accounting.computing(one, wire)] = pairs[~accounting.computing(one, wire)] = 0
     moved = {action: np.zeros(len(one), np.int64) for action in Action}
-    for m in one.messages:
-        rows = int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0])
-        n_bytes = wire.message_bytes(Payload(m[MessageColumn.PAYLOAD]), rows)
-        moved[Action(m[MessageColumn.ACTION])][m[MessageColumn.STEP]] += n_bytes
+    for m in carried(one.messages, wire.kv_heads):
+        moved[Action(m[MessageColumn.ACTION])][m[MessageColumn.STEP]] += accounting.message_bytes(m, wire)
     return tuple(
-        Step(source, len(one.tiles_of(i)), int(pairs), float(balance[i]), *(int(moved[a][i]) for a in Action))
-        for i, (source, pairs) in enumerate(zip(sources, one.pairs, strict=True))
+        Step(source, int(tiles[i]), int(pairs[i]), float(balance[i]), *(int(moved[a][i]) for a in Action))
+        for i, source in enumerate(sources)
     )
 
 

@@ -61,7 +61,7 @@ def ring_attention(
     context = _context(group, Contiguous() if layout is None else layout)
     if seq_len is None:
         try:
-            seq_len = _length(q) * context.ring_size // len(context.driver.ring_ranks)
+            seq_len = _length(q) * context.size // len(context.driver.ring_ranks)
         except (ShapeError, DtypeError) as failure:
             context._agree_on_plan(bytes(32), {}, failure)  # where the other ranks wait, so that they hear of it
             raise

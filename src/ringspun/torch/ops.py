@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,16 @@ from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.torch.kernels.base import Terms, accumulator_dtype
 from ringspun.torch.recent import Recent
 
+if TYPE_CHECKING:
+    from ringspun.torch.exchange import Exchange
+
 KEPT_PER_CONTEXT = 1024
 KEPT_CONTEXTS = 64
 KEPT_FUNCTIONS = 256
 
 
-class Executable(Protocol):
-    """What a handle stands for: a plan with the options of a call fixed."""
+class Held(Protocol):
+    """What a handle stands for."""
 
     @property
     def holds_function(self) -> bool:
@@ -34,6 +37,13 @@ class Executable(Protocol):
     @property
     def n_bytes(self) -> int:
         """About what it takes in memory."""
+
+
+H = TypeVar("H", bound=Held)
+
+
+class Executable(Held, Protocol):
+    """A plan with the options of a call fixed."""
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, tuple[int, int]]:
         """``(out, lse)`` of the rows that this process holds; the number of the call, and a mark of its bias."""
@@ -61,21 +71,21 @@ class Grads(NamedTuple):
     needs: tuple[bool, ...]
 
 
-class Registry:
-    """Executables by handle. One lives as long as its plan does; and without its plan, for a backward that is still to
-    come, while it is among the last that its context used (`kept`, and 256 MiB of them; of those with a bias function,
-    `kept_functions`), and the context among the last `contexts`."""
+class Registry(Generic[H]):
+    """What ops are told of by handle: executables, exchanges. One lives as long as its plan does; and without its plan,
+    for a backward that is still to come, while it is among the last that its context used (`kept`, and 256 MiB of them;
+    of those with a bias function, `kept_functions`), and the context among the last `contexts`."""
 
     def __init__(
         self, kept: int = KEPT_PER_CONTEXT, contexts: int = KEPT_CONTEXTS, kept_functions: int = KEPT_FUNCTIONS
     ) -> None:
         self._numbers = itertools.count(1)
-        self._alive: weakref.WeakValueDictionary[int, Executable] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[int, H] = weakref.WeakValueDictionary()
         self._context_of: dict[int, int] = {}
-        self._recent: OrderedDict[int, tuple[Recent[int, Executable], Recent[int, Executable]]] = OrderedDict()
+        self._recent: OrderedDict[int, tuple[Recent[int, H], Recent[int, H]]] = OrderedDict()
         self._kept, self._contexts, self._kept_functions = kept, contexts, kept_functions
 
-    def add(self, context: int, executable: Executable) -> int:
+    def add(self, context: int, executable: H) -> int:
         """A new handle."""
         handle = next(self._numbers)
         self._alive[handle] = executable
@@ -84,7 +94,7 @@ class Registry:
         self._use(handle, executable)
         return handle
 
-    def get(self, handle: int) -> Executable:
+    def get(self, handle: int) -> H:
         """The executable of a handle, now the one used last.
 
         Raises:
@@ -102,7 +112,7 @@ class Registry:
         self._use(handle, found)
         return found
 
-    def _use(self, handle: int, executable: Executable) -> None:
+    def _use(self, handle: int, executable: H) -> None:
         context = self._context_of[handle]
         if context not in self._recent:
             self._recent[context] = Recent(self._kept), Recent(self._kept_functions)
@@ -112,7 +122,8 @@ class Registry:
             self._recent.popitem(last=False)
 
 
-REGISTRY = Registry()
+REGISTRY: Registry[Executable] = Registry()
+EXCHANGES: Registry[Exchange] = Registry()
 
 
 @torch.library.custom_op("ringspun::attention", mutates_args=())

@@ -72,6 +72,20 @@ class Partition:
         here = self.context.driver.ring_ranks
         return sharding.positions(self.core, here, restart, self.row_documents).to(device or "cpu")
 
+    def position_count(self, *, restart: bool | None = None) -> int:
+        """One more than the largest position of the whole sequence, the same on every rank whatever it holds.
+
+        It decides rotations that depend on the length (dynamic NTK, LongRoPE): the longest document (of all batch rows)
+        where positions restart, else the end of the sequence.
+        Args:
+            restart: whether they restart; default: as in `shard_batch`, where documents are known.
+        """
+        end = int(self.core.start + self.core.seq_len)
+        if not (self.restarts if restart is None else restart):
+            return end
+        rows = (self.documents,) if self.row_documents is None else self.row_documents
+        return max(end if row is None else max(row.lengths, default=0) for row in rows)
+
     def shard(self, x: Tensor, *, dim: int) -> Tensor:
         """The rows of `x` that this process holds, along `dim` (S there, T in the result). Differentiable.
 
@@ -95,7 +109,8 @@ class Partition:
 
         Args:
             batch: `input_ids`, optionally `labels` (-100: no target) and `loss_weights`, what each label counts as a
-                target; other ``[B, S]`` tensors are sharded alike.
+                target; other ``[B, S]`` tensors are sharded alike, and `position_ids` on several axes ``[A, B, S]``
+                (M-RoPE).
         Returns:
             the shards ``[B, T]``; `position_ids` where the batch has none (restarting in each document where there are
             documents, of each row its own where they differ); with `labels`, `shift_labels` (the next token of the same

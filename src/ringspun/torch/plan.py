@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
+from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.core.text import shown
 from ringspun.errors import PlanError, RingspunError
@@ -25,6 +26,7 @@ from ringspun.torch.explain import Explanation, explain
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.ops import REGISTRY, attention_op
 from ringspun.torch.partition import Partition
+from ringspun.torch.pieces import words_of_blocks
 
 if TYPE_CHECKING:
     from ringspun.torch.context import ContextParallel
@@ -58,14 +60,17 @@ class Plan:
         sides: Sides,
         mask: Mask | RowMasks,
         schedules: tuple[Schedule, ...],
+        route: Route,
     ) -> None:
         self._context, self._sides, self._mask, self.schedules = context, sides, mask, schedules
+        self._route = route
         here = context.driver.ring_ranks
         self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         asked = context.checks, context.sync_steps
-        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked, context.backward)
+        meters = () if context.pieces is None else context.pieces.meters(sides, schedules)
+        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked, context.backward, meters)
         self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
@@ -272,8 +277,10 @@ class Plan:
         if not isinstance(chosen, int) or not 0 <= chosen < self._context.ring_size:
             raise PlanError(f"ring_rank must be from 0 to {self._context.ring_size - 1}; got {ring_rank}.")
         speeds = getattr(self._sides.queries.layout, "speeds", None)
+        pieces = self._context.pieces
+        blocks = words_of_blocks(self.schedule, None if pieces is None else pieces.why(self._route, self._sides))
         asked_of_all = self._everybody, speeds, wire_of(q, k, v)
-        return explain(self._words, chosen, *asked_of_all, call, kernel, self._context.backward)
+        return explain(self._words, chosen, *asked_of_all, call, kernel, self._context.backward, blocks)
 
     @property
     def _words(self) -> str:
@@ -290,7 +297,7 @@ class Plan:
     def _everybody(self) -> tuple[Schedule, ...]:
         """The schedules of all ranks."""
         ranks = range(self._context.ring_size)
-        return compile_schedules(self._sides, self._mask, self._context.geometry.route, ranks)
+        return compile_schedules(self._sides, self._mask, self._route, ranks)
 
     def _handle(self, options: Options) -> int:
         if options not in self._handles:

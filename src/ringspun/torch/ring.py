@@ -6,7 +6,7 @@ slot that it names, and posts the messages that it names (`ringspun.core.route.b
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, pack_slot
+from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, carried, pack_slot
 from ringspun.core.schedule import Blocks, Pass, Schedule
-from ringspun.core.wire import Format, Header, Payload, Side
+from ringspun.core.wire import Format, Header, Payload, Side, heads_of
 from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
+from ringspun.steplog.meter import Meter
 from ringspun.torch.bias import RankBias
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers.base import RankProgram, Together, Transfer
@@ -30,6 +31,15 @@ from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum
 
 Flow = Generator[Any, Any, None]
+_NO_TILES = StepTiles(np.zeros((0, 8), np.int64))
+
+
+class Part(NamedTuple):
+    """What a step computes: its tiles, of some query heads and the KV heads that they read."""
+
+    tiles: StepTiles
+    heads: slice
+    kv_heads: slice
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Job:
         plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
             backward 1 + the number of the forward call that it belongs to.
         log: this rank's. sync_steps: whether all ranks finish a step before the next.
-        sums: whether messages carry checksums.
+        sums: whether messages carry checksums. meter: measures the call, if one does.
     """
 
     schedule: Schedule
@@ -61,6 +71,7 @@ class Job:
     log: StepLog
     sync_steps: bool
     sums: bool
+    meter: Meter | None = None
 
     @property
     def parts(self) -> list[slice]:
@@ -73,30 +84,44 @@ class Job:
         blocks = self.blocks
         return blocks.owner(int(row[StepColumn.SOURCE])) if len(self.tiles[step].tiles) else blocks.ring_rank
 
-    def block(self, step: int, source: int, operands: tuple[Tensor, ...]) -> Block:
-        """The q, k and v that meet in a step that is about the block `source`."""
+    def part(self, step: int, row: Any) -> Part:
+        """What a step computes."""
+        kv = self.kv_heads(row, StepColumn)
+        return Part(self.tiles[step] if kv.start < kv.stop else _NO_TILES, self.query_heads(kv), kv)
+
+    def kv_heads(self, row: Any, column: type[StepColumn] | type[MessageColumn]) -> slice:
+        """The KV heads of a step or of a message."""
+        return heads_of(int(row[column.STRIDE]), int(row[column.STRIDES]), self.wire.kv_heads)
+
+    def query_heads(self, kv_heads: slice) -> slice:
+        """The query heads that read some KV heads."""
+        group = self.wire.heads // max(self.wire.kv_heads, 1)
+        return slice(kv_heads.start * group, kv_heads.stop * group)
+
+    def block(self, part: Part, source: int, operands: tuple[Tensor, ...]) -> Block:
+        """The q, k and v of a step that meets the block `source`."""
         q, k, v = operands
-        bias = None if self.bias is None or not len(self.tiles[step].tiles) else self.bias.block(source)
+        bias = None if self.bias is None or not len(part.tiles.tiles) else self.bias.block(source, part.heads)
         return Block(q, k, v, self.terms.scale, self.terms.softcap, bias)
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
-    one = job.one
-    mail = _Mail(job, (k, v))
+    one, mail = job.one, _Mail(job, (k, v))
     running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
     for step, row in enumerate(one.steps):
-        yield from mail.wait(step, Moment.BEFORE)
-        yield from mail.post(step, Moment.BEFORE)
+        part = job.part(step, row)
+        yield from mail.arrive(step, row, part)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block = job.block(step, int(row[StepColumn.SOURCE]), (q, *mail.block(step, row)))
-        for rows, out, lse in job.kernel.forward(block, job.tiles[step]):
-            running.add(rows, out, lse)
+        operands = q[:, part.heads], *mail.block(row, part)
+        block, mine = job.block(part, int(row[StepColumn.SOURCE]), operands), running.of_heads(part.heads)
+        for rows, out, lse in job.kernel.forward(block, part.tiles):
+            mine.add(rows, out, lse)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
-        for part in job.parts:
-            running.add_sinks(job.terms.sinks, part)
+        for own in job.parts:
+            running.add_sinks(job.terms.sinks, own)
     return running.out.to(q.dtype), running.lse
 
 
@@ -112,47 +137,57 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
-        yield from mail.wait(step, Moment.BEFORE)
-        yield from mail.post(step, Moment.BEFORE)
+        part = job.part(step, row)
+        yield from mail.arrive(step, row, part)
         arrived = False
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        met = mail.block(step, row)
-        operands, known = _visited(row, met, q, k, v, saved) if queries else ((q, *met), saved)
-        block = job.block(step, int(row[StepColumn.SOURCE]), operands)
-        for g in job.kernel.backward(block, known, job.tiles[step]):
+        operands, known = (_with_queries if queries else _with_keys)(row, part, mail.block(row, part), (q, k, v), saved)
+        block = job.block(part, int(row[StepColumn.SOURCE]), operands)
+        heads = (part.kv_heads, part.heads) if queries else (part.heads, part.kv_heads)
+        here, there = ([x.of_heads(some) for x in sums] for sums, some in zip((staying, going), heads, strict=True))
+        for g in job.kernel.backward(block, known, part.tiles):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
                 yield from mail.wait(step, Moment.AFTER)
                 away = mail.gradients(row)
                 arrived = True
             of_q, of_kv = (g.q_rows, (g.dq,)), (g.k_rows, (g.dk, g.dv))
-            (there, gone), (here, stayed) = (of_q, of_kv) if queries else (of_kv, of_q)
-            for total, part in zip(staying, stayed, strict=True):
-                total.add(here, part)
-            for n, part in enumerate(gone):
+            (rows, parts), (away_rows, away_parts) = (of_kv, of_q) if queries else (of_q, of_kv)
+            for total, one_part in zip(here, parts, strict=True):
+                total.add(rows, one_part)
+            for n, one_part in enumerate(away_parts):
                 if away is None:
-                    going[n].add(there, part)
+                    there[n].add(away_rows, one_part)
                 else:
-                    away[n][there.batch, :, there.tokens] += part
-            if g.dbias is not None:
-                dbias[g.q_rows.tokens.start // grid if grid else 0] += g.dbias
+                    away[n][away_rows.batch, :, away_rows.tokens] += one_part
+            if g.dbias is not None and job.bias is not None:
+                share = dbias[g.q_rows.tokens.start // grid if grid else 0]
+                job.bias.rule.part(share, part.heads)[1].add_(g.dbias)
         if not arrived:
             yield from mail.wait(step, Moment.AFTER)
             mail.gradients(row)
-        mail.bring_home(row, going)
+        mail.bring_home(step, row, going)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
     return dq[0].sum.to(q.dtype), dkv[0].sum.to(k.dtype), dkv[1].sum.to(v.dtype), dbias
 
 
-def _visited(
-    row: Any, met: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, saved: Saved
+def _with_keys(
+    row: Any, part: Part, met: tuple[Tensor, ...], own: tuple[Tensor, ...], saved: Saved
 ) -> tuple[tuple[Tensor, ...], Saved]:
-    """A rank's keys and values with the block of queries that it met, and what is known of these."""
+    """A rank's queries with the block of keys and values that they met, and what is known of the queries."""
+    return (own[0][:, part.heads], *met), saved.heads(part.heads)
+
+
+def _with_queries(
+    row: Any, part: Part, met: tuple[Tensor, ...], own: tuple[Tensor, ...], saved: Saved
+) -> tuple[tuple[Tensor, ...], Saved]:
+    """A rank's keys and values with the block of queries that met them, and what is known of the queries."""
+    keys = (x[:, part.kv_heads] for x in own[1:])
     if row[StepColumn.SLOT] == OWN:  # its own, of which it knows `out` as well
-        return (q, k, v), saved
-    their_q, dout, lse, delta = met
-    return (their_q, k, v), Saved(None, lse, dout, None, delta)
+        return (own[0][:, part.heads], *keys), saved.heads(part.heads)
+    q, dout, lse, delta = met
+    return (q, *keys), Saved(None, lse, dout, None, delta)
 
 
 class _Posted(NamedTuple):
@@ -165,24 +200,40 @@ class _Posted(NamedTuple):
     expected: list[tuple[Tensor, Header, int]]
 
 
+class _Held(NamedTuple):
+    """What lies in a slot: some KV heads of a block, or of its gradients."""
+
+    payload: Payload
+    slot: int
+    block: int
+    heads: slice
+
+
 class _Mail:
     """One rank's buffers and messages during one pass. `own`: the rank's tensors of the side that travels."""
 
     def __init__(self, job: Job, own: tuple[Tensor, ...]) -> None:
-        self._job, self._pass, self._own = job, job.one, own
+        self._job, self._pass, self._own, self._blocks = job, job.one, own, job.blocks
         self._me = job.schedule.ring_rank
         self._device = own[0].device
         self._slots = {
-            key: job.pool.lease(job.wire.message_bytes(key[0], rows), self._device)
-            for key, rows in job.one.slot_rows(job.blocks.travelling_tokens).items()
+            key: job.pool.lease(n_bytes, self._device)
+            for key, n_bytes in job.blocks.slot_bytes(job.one, job.wire).items()
         }
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
-        self.note = partial(job.log.note, job.call, job.phase)
+        note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
+        self.note = note if job.meter is None else job.meter.hearing(note)
         self.note(What.CALL)
+
+    def arrive(self, step: int, row: Any, part: Part) -> Flow:
+        """Wait for what a step computes with, and start the messages of those after it."""
+        yield from self.wait(step, Moment.BEFORE)
+        self._put_together(step, row, part)
+        yield from self.post(step, Moment.BEFORE)
 
     def post(self, step: int, moment: Moment) -> Flow:
         """Start the messages of one step and moment, those together that are waited for together."""
-        rows = self._pass.messages_of(step, moment)
+        rows = carried(self._pass.messages_of(step, moment), self._job.wire.kv_heads)
         for due in np.unique(rows[:, MessageColumn.DUE]).tolist():
             transfers, expected = [], []
             when = moment + len(Moment) * (due - step - 1)
@@ -198,12 +249,12 @@ class _Mail:
         job, step, source = self._job, int(row[MessageColumn.STEP]), int(row[MessageColumn.SOURCE])
         payload, action = Payload(row[MessageColumn.PAYLOAD]), Action(row[MessageColumn.ACTION])
         peer = int(row[MessageColumn.PEER])
-        buffer = self._buffer(payload, int(row[MessageColumn.SLOT]), int(row[MessageColumn.ROW1]))
+        buffer = self._buffer(self._of_message(row))
         header = Header(job.plan_id, job.call, job.phase, payload, step, source, buffer.numel())
         if action == Action.SEND:
             packed = row[MessageColumn.SLOT] <= OWN
             if packed:
-                self._pack(int(row[MessageColumn.SLOT]), source)
+                self._pack(row)
             # gradients, to which every rank adds, get a new checksum
             seal(buffer, header, sums=job.sums, relayed=payload == self._pass.side.block and not packed)
         else:
@@ -239,43 +290,80 @@ class _Mail:
         for due, moment in sorted(self._open):
             yield from self.wait(due, moment)
 
-    def block(self, step: int, row: Any) -> tuple[Tensor, ...]:
+    def block(self, row: Any, part: Part) -> tuple[Tensor, ...]:
         """The block of a step: keys and values, or queries and what comes with them; a step without tiles may have
         none, and then gets the rank's own."""
-        if len(self._pass.tiles_of(step)) == 0:
+        if len(part.tiles.tiles) == 0:
             return self._own
         if row[StepColumn.SLOT] == OWN:
-            rows = self._indices(self._job.blocks.rows_of_tiles(int(row[StepColumn.SOURCE])))
-            mine = (x[:, :, rows] for x in self._own)
+            rows = self._indices(self._blocks.rows_of_tiles(int(row[StepColumn.SOURCE])))
+            mine = (x[:, :, rows] for x in self._own_of(part.kv_heads))
             return tuple(map(_copy, mine) if self._job.schedule.grid else mine)
-        return self._views(self._pass.side.block, int(row[StepColumn.SLOT]), int(row[StepColumn.SOURCE]))
+        return self._views(self._of_step(row, self._pass.side.block, StepColumn.SLOT))
 
     def gradients(self, row: Any) -> tuple[Tensor, ...] | None:
         """Where the gradients of a step's block gather, zeroed where the schedule says that they start here; None for
         the rank's own."""
         if row[StepColumn.GRAD_SLOT] == OWN:
             return None
-        found = self._views(self._pass.side.gradients, int(row[StepColumn.GRAD_SLOT]), int(row[StepColumn.SOURCE]))
+        found = self._views(self._of_step(row, self._pass.side.gradients, StepColumn.GRAD_SLOT))
         if row[StepColumn.GRAD_FRESH]:
             for one in found:
                 one.zero_()
         return found
 
-    def bring_home(self, row: Any, own: tuple[RowSum, ...]) -> None:
-        """Add the gradients that others gathered for this rank's block, at the step that the schedule names."""
-        if row[StepColumn.HOME_SLOT] == NONE:
+    def bring_home(self, step: int, row: Any, own: Sequence[RowSum]) -> None:
+        """Add what was gathered for this rank's block, at the step that the schedule names."""
+        gradients = self._pass.side.gradients
+        if row[StepColumn.HOME_SLOT] != NONE:
+            self._add_home(own, self._of_step(row, gradients, StepColumn.HOME_SLOT, StepColumn.HOME))
+        for m in self._unpacked(step, gradients):
+            self._add_home(own, self._of_message(m))
+
+    def _add_home(self, own: Sequence[RowSum], held: _Held) -> None:
+        for mine, theirs in zip(own, self._views(held), strict=True):
+            home = mine.of_heads(self._heads(held.heads)).sum
+            for rows, place in self._own_rows(held.block):
+                home[:, :, rows] += theirs[:, :, place]
+
+    def _own_rows(self, block: int) -> list[tuple[Any, slice]]:
+        """Which of the rank's own rows a block holds, and where."""
+        if block != self._blocks.whole:
+            return [(self._indices(self._blocks.travelling_rows(block)), slice(None))]
+        return [(rows, place) for part, rows, place in self._gathered if part == self._me]
+
+    @property
+    def _gathered(self) -> list[tuple[int, slice, slice]]:
+        """Of what is put together: rows of which block, and where they lie in it."""
+        table = self._blocks.gathered.tolist()
+        return [(block, slice(a, b), slice(place, place + b - a)) for block, a, b, place in table]
+
+    def _put_together(self, step: int, row: Any, part: Part) -> None:
+        """The block of a step, where it is of several ranks' rows."""
+        block = self._pass.side.block
+        if row[StepColumn.SOURCE] != self._blocks.whole or not len(part.tiles.tiles):
             return
-        block = int(row[StepColumn.HOME])
-        rows = self._indices(self._job.blocks.travelling_rows(block))
-        found = self._views(self._pass.side.gradients, int(row[StepColumn.HOME_SLOT]), block)
-        for mine, theirs in zip(own, found, strict=True):
-            mine.sum[:, :, rows] += theirs
+        came = {self._me: self._own_of(part.kv_heads)}
+        for held in map(self._of_message, self._unpacked(step, block)):
+            came[held.block] = self._views(held)
+        room = self._views(self._of_step(row, block, StepColumn.SLOT))
+        for part_of, rows, place in self._gathered:
+            for into, x in zip(room, came[part_of], strict=True):
+                into[:, :, place] = x[:, :, rows]
+
+    def _unpacked(self, step: int, payload: Payload) -> NDArray[np.int64]:
+        """Messages that are waited for at a step and belong elsewhere than in their slot."""
+        m = carried(self._pass.messages, self._job.wire.kv_heads)
+        due = (m[:, MessageColumn.DUE] == step) & (m[:, MessageColumn.PAYLOAD] == payload)
+        comes = (m[:, MessageColumn.ACTION] == Action.RECEIVE) & (m[:, MessageColumn.SLOT] <= OWN)
+        found: NDArray[np.int64] = m[due & comes]
+        return found
 
     def _named(self, block: int) -> str:
         """A block in words: it is a rank's shard, or a part of it."""
         schedule = self._job.schedule
         part = f"unit {block} of " if schedule.grid else "part of " if block >= schedule.ring_size else ""
-        return f"{part}ring rank {self._job.blocks.owner(block)}"
+        return f"{part}ring rank {self._blocks.owner(block)}"
 
     def _indices(self, rows: Any) -> Any:
         """Rows as torch takes them."""
@@ -289,18 +377,45 @@ class _Mail:
         )
         check(buffer, header, what, sums=self._job.sums)
 
-    def _buffer(self, payload: Payload, slot: int, rows: int) -> Tensor:
-        return self._slots[payload, pack_slot(slot)][: self._job.wire.message_bytes(payload, rows)]
+    def _of_message(self, row: NDArray[np.int64]) -> _Held:
+        payload, slot, block = row[[MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.SOURCE]].tolist()
+        return _Held(Payload(payload), pack_slot(slot), block, self._job.kv_heads(row, MessageColumn))
 
-    def _views(self, payload: Payload, slot: int, source: int) -> tuple[Tensor, ...]:
-        rows, wire, narrow = int(self._job.blocks.travelling_tokens[source]), self._job.wire, self._own[0].dtype
-        dtypes = tuple(accumulator_dtype(narrow) if part.wide else narrow for part in wire.parts(payload))
-        return tuple(views(self._buffer(payload, slot, rows), wire.segments(payload, rows), dtypes))
+    def _of_step(self, row: Any, payload: Payload, slot: StepColumn, block: StepColumn = StepColumn.SOURCE) -> _Held:
+        return _Held(payload, int(row[slot]), int(row[block]), self._job.kv_heads(row, StepColumn))
 
-    def _pack(self, slot: int, block: int) -> None:
-        rows = self._indices(self._job.blocks.travelling_rows(block))
-        for view, mine in zip(self._views(self._pass.side.block, slot, block), self._own, strict=True):
-            view.copy_(mine[:, :, rows])
+    def _wire(self, held: _Held) -> Format:
+        return self._job.wire.of_heads(held.heads.stop - held.heads.start)
+
+    def _buffer(self, held: _Held) -> Tensor:
+        n_bytes = self._wire(held).message_bytes(held.payload, self._blocks.rows(held.block))
+        return self._slots[held.payload, held.slot][:n_bytes]
+
+    def _views(self, held: _Held) -> tuple[Tensor, ...]:
+        wire, narrow = self._wire(held), self._own[0].dtype
+        dtypes = tuple(accumulator_dtype(narrow) if part.wide else narrow for part in wire.parts(held.payload))
+        return tuple(views(self._buffer(held), wire.segments(held.payload, self._blocks.rows(held.block)), dtypes))
+
+    def _heads(self, kv_heads: slice) -> slice:
+        """Of the side that travels, the heads that go with some KV heads."""
+        return kv_heads if self._pass.side == Side.KEYS else self._job.query_heads(kv_heads)
+
+    def _own_of(self, kv_heads: slice) -> tuple[Tensor, ...]:
+        return tuple(x[:, self._heads(kv_heads)] for x in self._own)
+
+    def _pack(self, row: NDArray[np.int64]) -> None:
+        """What a message carries: the rank's own rows, or of the step's gradients those of one owner's rows."""
+        held = self._of_message(row)
+        if held.payload == self._pass.side.block:
+            rows = self._indices(self._blocks.travelling_rows(held.block))
+            parts, sources = [(slice(None), rows)], self._own_of(held.heads)
+        else:
+            step = self._pass.steps[row[MessageColumn.STEP]]
+            parts = [(rows, place) for block, rows, place in self._gathered if block == held.block]
+            sources = self._views(self._of_step(step, held.payload, StepColumn.GRAD_SLOT))
+        for view, source in zip(self._views(held), sources, strict=True):
+            for into, rows in parts:
+                view[:, :, into] = source[:, :, rows]
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -118,23 +118,24 @@ def shard_batch(
     if not batch:
         raise ShapeError("batch must hold at least one tensor [B, S]; got none.")
     for name, x in batch.items():
-        if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != part.seq_len:
+        several_axes = name == "position_ids" and isinstance(x, Tensor) and x.ndim == 3
+        if not isinstance(x, Tensor) or x.ndim != 2 + several_axes or x.shape[-1] != part.seq_len:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ShapeError(f"{name} must be [B, {part.seq_len}]; got {got}.")
-    if len({x.shape[0] for x in batch.values()}) > 1:
+    if len({x.shape[-2] for x in batch.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         raise ShapeError(f"batch must have one B; got {shapes}.")
     if "labels" in batch:
         check_labels(batch["labels"], batch.get("loss_weights"))
     elif "loss_weights" in batch:
         raise ShapeError("loss_weights must come with labels, whose weights they are; got none.")
-    local: dict[str, Any] = {name: shard(part, ring_ranks, x, 1) for name, x in batch.items()}
+    local: dict[str, Any] = {name: shard(part, ring_ranks, x, -1) for name, x in batch.items()}
     first = next(iter(batch.values()))
-    if row_documents is not None and len(row_documents) != first.shape[0]:
-        raise ShapeError(f"batch must have {len(row_documents)} rows, one per mask of the plan; got {first.shape[0]}.")
+    if row_documents is not None and len(row_documents) != first.shape[-2]:
+        raise ShapeError(f"batch must have {len(row_documents)} rows, one per mask of the plan; got {first.shape[-2]}.")
     known = part.documents is not None or row_documents is not None
     rows = positions(part, ring_ranks, restart=known, row_documents=row_documents)
-    local.setdefault("position_ids", rows.to(first.device).expand(first.shape[0], -1))
+    local.setdefault("position_ids", rows.to(first.device).expand(first.shape[-2], -1))
     if "labels" in batch:
         shifted = shift(batch["labels"], part, row_documents)
         local["shift_labels"] = shard(part, ring_ranks, shifted, 1)

@@ -7,12 +7,15 @@ what it is given is a number. Both obey `ringspun.core.softmax`: ``(0, -inf)`` i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ringspun.errors import ShapeError
 from ringspun.torch.kernels.base import Rows, accumulator_dtype
+from ringspun.torch.sums import without
 
 
 def merge(
@@ -73,6 +76,18 @@ class RunningSoftmax:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
         self._fresh = 0  # from this row on nothing was added yet, and what comes is written instead of merged
+        self._parts: dict[tuple[int, int], RunningSoftmax] = {}
+
+    def of_heads(self, heads: slice) -> RunningSoftmax:
+        """The result of some heads ``[B, H, ...]``, which lies in this one: what they get is added there alone."""
+        if heads == slice(0, self.shape[1]):
+            return self
+        if (heads.start, heads.stop) not in self._parts:
+            out, lse = self._room()
+            part = RunningSoftmax(out[:, heads].shape, self.dtype, self.device)
+            part._out, part._lse = out[:, heads], lse[:, heads]
+            self._parts[heads.start, heads.stop] = part
+        return self._parts[heads.start, heads.stop]
 
     @property
     def out(self) -> Tensor:
@@ -84,17 +99,26 @@ class RunningSoftmax:
         """Natural-log normaliser over all keys added so far; -inf where there were none."""
         return self._filled()[1]
 
-    def _filled(self, last: int | None = None) -> tuple[Tensor, Tensor]:
-        """Both, with the identity in rows up to `last` (default: all) that nothing was written to."""
-        last = self.shape[-2] if last is None else last
+    def _room(self) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
             self._out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self._lse = torch.empty(self.shape[:-1], dtype=self.dtype, device=self.device)
-        if last > self._fresh:
-            self._out[..., self._fresh : last, :] = 0
-            self._lse[..., self._fresh : last] = -torch.inf
-            self._fresh = last
         return self._out, self._lse
+
+    def _filled(self, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Both, with the identity in rows up to `last` (default: all) that nothing was written to."""
+        last = self.shape[-2] if last is None else last
+        out, lse = self._room()
+        for part in self._parts.values():
+            part._filled(last)
+        if last > self._fresh:
+            mine: Any = (..., slice(self._fresh, last))
+            if self._parts:
+                mine = (slice(None), without(self._parts, self.shape[1]), mine[-1])
+            lse[mine] = -torch.inf
+            out[(*mine, slice(None))] = 0
+            self._fresh = last
+        return out, lse
 
     def add(self, rows: Rows | None, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result of some rows (None: all); rows that saw no key are (0, -inf).

@@ -2,7 +2,17 @@
 
     config.py         what a run is, read from TOML
     data.py           text files -> byte tokens -> sequences of joined documents
+    sources.py        documents by index: lists, text files, JSON lines, Parquet, data sets
+    samples.py        a row -> tokens and labels, every field alike
+    conversations.py  messages -> tokens, by chat template; the assistant's are learnt
+    packing.py        which documents make one sequence, and what becomes of those that are too long
+    collate.py        documents -> the batch of a language model -> one rank's shard and plan
+    stream.py         all documents as one resumable stream of sequences
     contents.py       what is in those files: checksums, compared on resume and when they are read
+    rope/             rotary frequencies of every scaling type, equal to Transformers'
+    rotary.py         cosines, sines and rotations of tensors by them
+    fixed_rope.py     a Hugging Face model's rotations, fixed for a length that all ranks know
+    context_schedule.py  contexts that grow in stages
     model.py          the Llama of a config, and its loss on one rank's shard
     loss.py           a rank's share of the mean loss, in chunks; of several tokens ahead
     targets.py        labels of several tokens ahead, shifted and cut

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -13,12 +14,16 @@ from ringspun.core.partition import Partition
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError
 
+C = TypeVar("C", bound=BaseModel)
 
-class _Section(BaseModel):
+
+class Section(BaseModel):
+    """A table of a config: frozen, nothing unknown, nothing converted."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The `[model]` table: a Llama over byte tokens."""
 
     layers: int = Field(gt=0, description="Decoder layers.")
@@ -49,7 +54,7 @@ class ModelConfig(_Section):
         return self
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """The `[data]` table: which files of a folder are read. A single file is read whatever its name."""
 
     suffixes: tuple[str, ...] = Field(
@@ -65,7 +70,7 @@ class DataConfig(_Section):
     )
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """A whole run."""
 
     model: ModelConfig
@@ -166,25 +171,34 @@ def load_config(path: Path, **overrides: Any) -> TrainConfig:
     except RecursionError:
         raise ConfigError(f"{path}: config must be TOML; it is nested too deeply.") from None
     values |= {key: value for key, value in overrides.items() if value is not None}
+    return validated(TrainConfig, values, source=str(path))
+
+
+def validated(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
+    """A config of that kind, with every fault of `values` said in the user's terms.
+
+    Raises:
+        ConfigError: naming `source` and the dotted key, and for an unknown key the nearest known one.
+    """
     try:
-        return TrainConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as problem:
-        lines = [_explain(error) for error in problem.errors(include_url=False)]
-        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+        lines = [_explain(error, kind) for error in problem.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 def _reason(problem: Exception) -> str:
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, root: type[BaseModel]) -> str:
     """One of pydantic's errors in the user's terms."""
     keys = [str(part) for part in error["loc"]]
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
-        return _unknown(keys, is_table=isinstance(error["input"], dict))
+        return _unknown(keys, root, is_table=isinstance(error["input"], dict))
     if error["type"] == "missing":
-        field = _section(keys[:-1]).model_fields[keys[-1]]
+        field = _section(keys[:-1], root).model_fields[keys[-1]]
         return f"key {name!r} must be given. {field.description or ''}".rstrip()
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
@@ -192,9 +206,9 @@ def _explain(error: Any) -> str:
     return f"{name}: {message[0].lower()}{message[1:]}; got {error['input']!r}."
 
 
-def _unknown(keys: list[str], *, is_table: bool) -> str:
+def _unknown(keys: list[str], root: type[BaseModel], *, is_table: bool) -> str:
     """Names the nearest key, or the nearest table for a table; all of them where none is near."""
-    fields = _section(keys[:-1]).model_fields
+    fields = _section(keys[:-1], root).model_fields
     known = [k for k, f in fields.items() if _is_section(f.annotation) == is_table]
     near = difflib.get_close_matches(keys[-1], known, 1)
     what, name = "table" if is_table else "key", ".".join(keys)
@@ -208,8 +222,8 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _section(keys: list[str]) -> type[BaseModel]:
-    section: type[BaseModel] = TrainConfig
-    for key in keys:
-        section = section.model_fields[key].annotation  # type: ignore[assignment]
-    return section
+def _section(keys: list[str], root: type[BaseModel]) -> type[BaseModel]:
+    section: Any = root
+    for key in keys:  # a number: an entry of a list of tables
+        section = get_args(section)[0] if key.isdigit() else section.model_fields[key].annotation
+    return section  # type: ignore[no-any-return]

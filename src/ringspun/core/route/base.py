@@ -3,11 +3,14 @@
 A **pass** (forward or backward) is a number of steps. Each step is one row of `StepColumn`: whose block is computed, in
 which slots it lies. Each **message** is one row of `MessageColumn`. How a step runs:
 
-    wait for the BEFORE messages that are due; post this step's
+    wait for the BEFORE messages that are due; unpack them; post this step's
     compute this step's tiles
     wait for the AFTER messages that are due; add them in; post this step's
 
 The backward pass waits for incoming gradients only when its first tile is done, so their journey is hidden.
+
+Where a route moves keys in **strides**, stride i of n is the i-th part of the KV heads (`ringspun.core.wire.heads_of`),
+with the query heads that read them. A call with fewer heads than strides leaves out the last ones, messages and all.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ OWN = -1
 class StepColumn(IntEnum):
     """Columns of a step: the key block; slot it lies in (`OWN`: the rank's own tensors); slot in which its gradients
     gather (`OWN`: the rank's own accumulators); whether that slot starts from zero here; the slot of gradients that
-    have come home and are added to the rank's own (`NONE`: none), and their block; and the reader whose queries meet
-    the block (`Needs`; `NONE`: nobody's)."""
+    have come home and are added to the rank's own (`NONE`: none), and their block; the reader whose queries meet
+    the block (`Needs`; `NONE`: nobody's); and which stride of how many it computes (0 of 1: all heads)."""
 
     SOURCE = 0
     SLOT = 1
@@ -42,12 +45,17 @@ class StepColumn(IntEnum):
     HOME_SLOT = 4
     HOME = 5
     READER = 6
+    STRIDE = 7
+    STRIDES = 8
 
 
 class MessageColumn(IntEnum):
     """Columns of a message: step that posts it; `Moment`; `Action`; `Payload`; the other rank; the block; row range;
-    head range (-1: all); buffer slot (``OWN - n``: packed from the rank's own tensors into slot n); step that waits for
-    it, at the same moment."""
+    which stride of how many (0 of 1: all heads); buffer slot; step that waits for it, at the same moment.
+
+    Slot ``OWN - n`` is slot n for the message alone. What is sent from there is packed first: keys out of the rank's
+    own, gradients out of those of the step's block. What is received there is unpacked at once: keys into the block
+    of the step that waited, gradients are added to the rank's own."""
 
     STEP = 0
     MOMENT = 1
@@ -57,8 +65,8 @@ class MessageColumn(IntEnum):
     SOURCE = 5
     ROW0 = 6
     ROW1 = 7
-    HEAD0 = 8
-    HEAD1 = 9
+    STRIDE = 8
+    STRIDES = 9
     SLOT = 10
     DUE = 11
 
@@ -81,13 +89,16 @@ class Cutting(Enum):
     """What a route calls a block of keys, R the number of ranks (`ringspun.core.blocks`).
 
     SHARDS: block r is the shard of rank r. READERS: so are the first R; each further one is what one rank needs of
-    another's. HALVES: so are the first R; R + 2r and R + 2r + 1 are halves of the rows of rank r that travel.
-    UNITS: block n is the n-th unit of the sequence (`Route.grid`).
+    another's. PIECES: so are the first R; of n pieces (`Route.pieces`), R + n * r and the n - 1 that follow it are
+    equal parts, in order, of the rows of rank r that travel.
+    GATHERED: as READERS; and what a rank computes with is one more block, put together of its shard and of all that it
+    needs (`ringspun.core.schedule.Schedule.whole`). UNITS: block n is the n-th unit of the sequence (`Route.grid`).
     """
 
     SHARDS = auto()
     READERS = auto()
-    HALVES = auto()
+    PIECES = auto()
+    GATHERED = auto()
     UNITS = auto()
 
 
@@ -110,7 +121,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Legs:
-    """One pass of one rank as a route lays it out: ``steps [n, 7]``, ``messages [m, 12]`` by step, moment and due."""
+    """One pass of one rank as a route lays it out: ``steps [n, 9]``, ``messages [m, 12]`` by step, moment and due."""
 
     steps: Rows
     messages: Rows
@@ -148,10 +159,19 @@ class Route(ABC):
         """What it calls a block."""
         return Cutting.SHARDS
 
+    def pieces(self, longest: int) -> int:
+        """Into how many blocks it cuts what travels of each rank, at most `longest` rows (`Cutting.PIECES`)."""
+        return 1
+
     @property
     def grid(self) -> int:
         """Tokens at whose multiples queries and keys are cut, whoever holds them; 0: they are not."""
         return 0
+
+    @property
+    def turns(self) -> bool:
+        """Whether it moves queries as well as keys, for a backward pass in which they travel (`ringspun.core.ways`)."""
+        return self.cutting not in (Cutting.GATHERED, Cutting.UNITS)
 
     def layout(self, layout: Layout) -> Layout:
         """How tokens are dealt where the user wants `layout`."""
@@ -160,12 +180,13 @@ class Route(ABC):
     def __str__(self) -> str:
         """Name and options: what stands for the route in a plan's digest, so that different routes never look alike."""
         name = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
-        shown = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        shown = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
         return f"{name}({shown})" if shown else name
 
 
 def pack_slot(slot: int) -> int:
-    """The buffer that a message's slot means, wherever its content comes from."""
+    """The buffer that a message's slot means, wherever its content comes from and goes to."""
     return slot if slot >= 0 else OWN - slot
 
 
@@ -179,8 +200,10 @@ def messages(
     sources: Rows,
     tokens: Rows,
     slots: Rows | int,
+    stride: int = 0,
+    strides: int = 1,
 ) -> Rows:
-    """Message rows for whole blocks, one per entry of `steps`."""
+    """Message rows for all rows of blocks, one per entry of `steps`."""
     table = np.zeros((len(steps), len(MessageColumn)), np.int64)
     table[:, MessageColumn.STEP] = steps
     table[:, MessageColumn.MOMENT] = moment
@@ -189,7 +212,7 @@ def messages(
     table[:, MessageColumn.PEER] = peers
     table[:, MessageColumn.SOURCE] = sources
     table[:, MessageColumn.ROW1] = tokens[sources]
-    table[:, MessageColumn.HEAD1] = -1
+    table[:, [MessageColumn.STRIDE, MessageColumn.STRIDES]] = stride, strides
     table[:, MessageColumn.SLOT] = slots
     table[:, MessageColumn.DUE] = steps + 1
     return table
@@ -203,6 +226,12 @@ def tally(tokens: Rows, blocks: Rows, gradients: Rows) -> Rows:
         together = np.bincount(place, times, len(rows)).astype(np.int64)
         found.append(np.column_stack([np.full_like(rows, payload), rows, together])[together > 0])
     return np.concatenate(found)
+
+
+def carried(rows: Rows, kv_heads: int) -> Rows:
+    """The messages that a call of so many KV heads sends: those whose stride has any."""
+    some: Rows = rows[rows[:, MessageColumn.STRIDE] < max(kv_heads, 1)]
+    return some
 
 
 def legs(steps: Rows, tables: list[Rows]) -> Legs:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows, tally
+from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows
 from ringspun.core.route.diary import Diary, Written
-from ringspun.core.route.lane import Lane
+from ringspun.core.route.lane import Lane, lane_of, sent
 
 UP, DOWN = 1, -1
 
@@ -28,23 +26,14 @@ class Bidirectional(Route):
 
     @property
     def cutting(self) -> Cutting:
-        return Cutting.HALVES
+        return Cutting.PIECES
+
+    def pieces(self, longest: int) -> int:
+        return 2
 
     def bind(self, needs: Needs) -> BoundRoute:
-        assert needs.owners is not None
-        ranks, (reader, block) = np.arange(needs.size), needs.pairs.T
-        lanes = []
-        for half, way in enumerate((UP, DOWN)):
-            circle = ranks[::way]
-            mine = needs.size + 2 * circle + half
-            first, last = np.full(needs.size, needs.size), np.zeros(needs.size, np.int64)
-            travels = (block >= needs.size) & ((block - needs.size) % 2 == half)
-            owner = needs.owners[block[travels]]
-            hop = way * (reader[travels] - owner) % needs.size
-            np.minimum.at(first, owner, hop)
-            np.maximum.at(last, owner, hop)
-            lanes.append(Lane(circle, mine, circle, first[circle], last[circle], _step_up if way == UP else _step_down))
-        return BoundBidirectional(needs.tokens, lanes[0], lanes[1])
+        up, down = lane_of(needs, 0, 2, _step_up, way=UP), lane_of(needs, 1, 2, _step_down, way=DOWN)
+        return BoundBidirectional(needs.tokens, up, down)
 
 
 def _step_up(hop: int) -> int:
@@ -70,8 +59,7 @@ class BoundBidirectional(Written):
         return 1 + max(lane.at(int(lane.last.max())) for lane in (self.up, self.down))
 
     def sent(self, size: int) -> Rows:
-        times = np.concatenate([lane.times() for lane in (self.up, self.down)], axis=1)
-        return tally(self.tokens[np.append(self.up.block, self.down.block)], *times)
+        return sent(self.tokens, (self.up, self.down))
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)

@@ -99,6 +99,7 @@ class Diary:
         steps = np.zeros((count, len(StepColumn)), np.int64)
         steps[:, [StepColumn.SLOT, StepColumn.GRAD_SLOT]] = OWN
         steps[:, StepColumn.HOME_SLOT] = NONE
+        steps[:, StepColumn.STRIDES] = 1
         steps[:, [StepColumn.SOURCE, StepColumn.HOME]] = self.ring_rank
         steps[:, StepColumn.READER] = self.ring_rank if self.reader is None else self.reader
         for step, noted in self._steps.items():
@@ -110,7 +111,7 @@ class Diary:
     def _row(self, m: _Message) -> list[int]:
         slot = OWN - m.stay.slot if m.packed else m.stay.slot
         rows = int(self.tokens[m.block])
-        return [m.step, m.moment, m.action, m.stay.payload, m.peer, m.block, 0, rows, 0, -1, slot, m.due]
+        return [m.step, m.moment, m.action, m.stay.payload, m.peer, m.block, 0, rows, 0, 1, slot, m.due]
 
     def _note(self, step: int, **values: int | Stay) -> None:
         self._steps.setdefault(step, {}).update({StepColumn[name]: value for name, value in values.items()})
@@ -133,12 +134,17 @@ class Diary:
 
 
 class Written(BoundRoute):
-    """A route whose passes are told by diaries. Backward has a step more, to wait for gradients that come home last."""
+    """A route whose passes are told by diaries."""
 
     @property
     @abstractmethod
     def count(self) -> int:
         """Steps of forward, the same on every rank; 1: nothing travels."""
+
+    @property
+    def tail(self) -> int:
+        """Steps that backward has more, to wait for gradients that come home last."""
+        return 1
 
     @abstractmethod
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
@@ -148,7 +154,7 @@ class Written(BoundRoute):
         return self.write(ring_rank, backward=False).legs(self.count)
 
     def backward(self, ring_rank: int) -> Legs:
-        return self.write(ring_rank, backward=True).legs(self.count + (self.count > 1))
+        return self.write(ring_rank, backward=True).legs(self.count + (self.tail if self.count > 1 else 0))
 
 
 def _moment(payload: Payload) -> Moment:

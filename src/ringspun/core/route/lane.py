@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ringspun.core.route.base import Rows
+from ringspun.core.route.base import Needs, Rows, tally
 from ringspun.core.route.diary import Diary, Stay
 from ringspun.core.wire import Payload
 
@@ -19,7 +19,7 @@ class Lane:
     Args:
         circle: the ranks, in the direction of travel. block: the number of each place's block. owner: its rank, where
             its gradients go. first, last: hop at which a rank of the circle other than that first and last computes
-            with it (first > last: none does). at: the step of a hop.
+            with it (first > last: none does). at: the step of a hop. home: steps that gradients have to come home.
     """
 
     circle: Rows
@@ -28,6 +28,7 @@ class Lane:
     first: Rows
     last: Rows
     at: Callable[[int], int]
+    home: int = 1
 
     def write(self, diary: Diary, place: int, *, backward: bool, entered: Stay | None = None) -> Stay | None:
         """What the rank at `place` does.
@@ -51,7 +52,7 @@ class Lane:
         if self.first[place] <= self.last[place]:
             last = int(self.last[place])
             farthest = int(self.circle[(place + last) % len(self.circle)])
-            bring_home(diary, int(self.block[place]), farthest, self.at(last))
+            bring_home(diary, int(self.block[place]), farthest, self.at(last), self.home)
 
     def _hop(
         self, diary: Diary, place: int, hop: int, kv: Stay | None, grads: Stay | None, *, backward: bool
@@ -69,7 +70,7 @@ class Lane:
             if hop < last:
                 diary.send(held, Payload.DKV, block, after, step, then)
             else:
-                diary.send(held, Payload.DKV, block, int(self.owner[whose]), step, step + 1)
+                diary.send(held, Payload.DKV, block, int(self.owner[whose]), step, step + self.home)
         block, first, last = (int(x[whose - 1]) for x in (self.block, self.first, self.last))
         comes = hop + 1 <= last
         kv = diary.receive(Payload.KV, block, before, step, then) if comes else None
@@ -77,6 +78,26 @@ class Lane:
         return sent, kv, diary.receive(Payload.DKV, block, before, step, then) if follow else None
 
 
-def bring_home(diary: Diary, block: int, peer: int, step: int) -> None:
-    """The owner of a block gets what was gathered for it, sent after the tiles of a step, and adds it in the next."""
-    diary.home(step + 1, block, diary.receive(Payload.DKV, block, peer, step, step + 1))
+def sent(tokens: Rows, lanes: Sequence[Lane]) -> Rows:
+    """`BoundRoute.sent` of blocks that go by lanes."""
+    times = np.concatenate([lane.times() for lane in lanes], axis=1)
+    return tally(tokens[np.concatenate([lane.block for lane in lanes])], *times)
+
+
+def bring_home(diary: Diary, block: int, peer: int, step: int, after: int = 1) -> None:
+    """The owner of a block gets what was gathered for it, sent after the tiles of a step, and adds it so many later."""
+    diary.home(step + after, block, diary.receive(Payload.DKV, block, peer, step, step + after))
+
+
+def lane_of(needs: Needs, piece: int, pieces: int, at: Callable[[int], int], *, way: int = 1, home: int = 1) -> Lane:
+    """The lane of one of the `pieces` of every rank (`Cutting.PIECES`), up (1) or down (-1) the ring."""
+    assert needs.owners is not None
+    size, (reader, block) = needs.size, needs.pairs.T
+    circle = np.arange(size)[::way]
+    travels = (block >= size) & ((block - size) % pieces == piece)
+    owner = needs.owners[block[travels]]
+    hop = way * (reader[travels] - owner) % size
+    first, last = np.full(size, size), np.zeros(size, np.int64)
+    np.minimum.at(first, owner, hop)
+    np.maximum.at(last, owner, hop)
+    return Lane(circle, size + pieces * circle + piece, circle, first[circle], last[circle], at, home)

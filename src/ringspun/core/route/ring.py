@@ -8,7 +8,7 @@
 
 A block stops at the last rank that needs it (a *cut* hop). In backward the gradients of a block gather from the first
 rank that computes with it, follow it down the ring one step behind, and go straight home from the last one; the home
-rank keeps its own share and adds what arrives.
+rank keeps its own share and adds what arrives. Blocks may be smaller than a shard (`ringspun.core.route.pieces`).
 Source: Ring Attention, arXiv 2310.01889, there with R hops and no cuts.
 """
 
@@ -18,11 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringspun.core.host import is_integer
 from ringspun.core.route.base import (
     NONE,
     OWN,
     Action,
     BoundRoute,
+    Cutting,
     Legs,
     Moment,
     Needs,
@@ -33,16 +35,42 @@ from ringspun.core.route.base import (
     messages,
     tally,
 )
+from ringspun.core.route.pieces import BoundPieces
 from ringspun.core.wire import Payload
+from ringspun.errors import PlanError
 
 SLOTS = 2
 
 
 @dataclass(frozen=True)
 class Ring(Route):
-    """Relay round the ring, hops that nobody needs left out."""
+    """Relay round the ring, hops that nobody needs left out.
+
+    Args:
+        block_size: most rows of a block (tokens); None: a rank's whole shard.
+    Raises:
+        PlanError: it is no number of tokens.
+    """
+
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None and not (is_integer(self.block_size) and self.block_size >= 1):
+            raise PlanError(f"block_size must be a number of tokens >= 1; got {self.block_size!r}.")
+
+    @property
+    def cutting(self) -> Cutting:
+        return Cutting.SHARDS if self.block_size is None else Cutting.PIECES
+
+    def pieces(self, longest: int) -> int:
+        return 1 if self.block_size is None else max(1, -(-longest // self.block_size))
+
+    def __str__(self) -> str:
+        return "ring" if self == Ring() else super().__str__()  # what it was before it had an option
 
     def bind(self, needs: Needs) -> BoundRoute:
+        if self.block_size is not None:
+            return BoundPieces.of(needs)
         size, pairs = len(needs.tokens), needs.pairs
         hop = (pairs[:, 0] - pairs[:, 1]) % size
         travels = hop > 0
@@ -101,6 +129,7 @@ class BoundRing(BoundRoute):
         steps[:, StepColumn.GRAD_FRESH] = 0
         steps[:, StepColumn.HOME_SLOT] = NONE
         steps[:, [StepColumn.HOME, StepColumn.READER]] = ring_rank
+        steps[:, [StepColumn.STRIDE, StepColumn.STRIDES]] = 0, 1
         return steps
 
     def _rows(

@@ -184,6 +184,7 @@ class Choice:
                 "tokens. Use a smaller ring, a longer sequence or another layout."
             )
         self.held = self.partition.local_tokens
+        self.position_count = self.partition.position_count()
         self.last = tuple(int(row[-1]) for row in self.own_positions())
 
     @staticmethod

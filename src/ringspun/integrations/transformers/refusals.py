@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringspun.errors import UnsupportedByRing
+from ringspun.errors import RingspunWarning, UnsupportedByRing
 from ringspun.integrations.transformers.layers import KINDS, PLAN_KEYWORD, Choice, layer_kinds, name_of
 
 # Keywords that reach attention and mean nothing to it; any other that is set is refused.
@@ -64,8 +65,24 @@ def model(model: nn.Module, config: Any) -> None:
         if found:
             raise UnsupportedByRing(
                 f"rope_type must not depend on the longest position of a call on a ring; got {found.pop()!r} at "
-                f"{path}. Ranks would rotate by different frequencies."
+                f"{path}. Ranks would rotate by different frequencies. Before prepare, fix them for a length that all "
+                "ranks know: ringspun.train.fixed_rope.fix_rope(model, seq_len=...)."
             )
+        _frequencies(path, module)
+
+
+def _frequencies(path: str, module: nn.Module) -> None:
+    """Warns of rotary frequencies that a cast of the model has rounded: the model is another, in one process too."""
+    for name, x in module.named_buffers(prefix=path, recurse=False):
+        if name.endswith("inv_freq") and x.dtype in (torch.bfloat16, torch.float16):
+            warnings.warn(
+                f"{name} should be float32; got {x.dtype}. A cast of the model rounded its rotary frequencies: angles "
+                "are off by radians from some hundred tokens on. Load it with dtype=..., or write "
+                "ringspun.train.fixed_rope.fix_rope(model, seq_len=...) before prepare.",
+                RingspunWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def _config(config: Any) -> None:

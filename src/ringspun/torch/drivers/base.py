@@ -7,9 +7,10 @@ ticket to wait for it. Everything else is plain code between the yields.
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -120,6 +121,10 @@ class Driver(ABC):
     devices: tuple[str, ...] | None = None
     """Kinds of device whose tensors it can move; None: any."""
     counts: Counts
+
+    def clock(self, ring_rank: int) -> Callable[[], float] | None:
+        """What tells a rank's time (seconds); None where ranks take turns, so that it would tell nothing of links."""
+        return time.perf_counter if len(self.ring_ranks) == 1 else None
 
     @abstractmethod
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:

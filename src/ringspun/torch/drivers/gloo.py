@@ -57,6 +57,7 @@ class Gloo(Driver):
         self.ring_ranks = (self.ring_rank,)
         self.devices = ("cpu",)
         self.counts = Counts()
+        self.breaks: tuple[Gloo, ...] = ()  # over groups that are of no use without this one
         self.state = _state_of(group)
         (self._log,) = self.state.logs
         self._timeout = timedelta(seconds=timeout_s)
@@ -189,6 +190,8 @@ class Gloo(Driver):
             self.state.broken = words
             self._notes.leave_error(words)
             self.state.log_failure(failure, words)
+            for other in self.breaks:
+                other._report(failure, words)
 
     @contextmanager
     def _logged(self, words: str) -> Iterator[None]:

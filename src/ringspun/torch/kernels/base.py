@@ -101,6 +101,11 @@ class Saved(NamedTuple):
         out, dlse = (None if x is None else part(x) for x in (self.out, self.dlse))
         return Saved(out, part(self.lse), part(self.dout), dlse, part(self.delta))
 
+    def heads(self, heads: slice) -> Saved:
+        """The part of some query heads."""
+        out, dlse = (None if x is None else x[:, heads] for x in (self.out, self.dlse))
+        return Saved(out, self.lse[:, heads], self.dout[:, heads], dlse, self.delta[:, heads])
+
 
 class Partial(NamedTuple):
     """Attention of some query rows over some keys. `lse` in the accumulators' dtype; every row saw at least one key."""

@@ -1,0 +1,180 @@
+"""From what a user has, a process group, a mesh, two groups or nothing, to the driver that moves messages and the two
+degrees of a hybrid."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+
+from ringspun.core.choice_of_degrees import WeighedDegrees, choose_degrees
+from ringspun.core.degrees import Degrees, Inner
+from ringspun.core.host import is_integer
+from ringspun.core.links import Links
+from ringspun.errors import PlanError
+from ringspun.torch.drivers import Driver, Gloo, Loopback
+from ringspun.torch.drivers.part import CountsOfPart, Part
+
+AXES = ("ring", "ulysses")
+
+
+class Place(NamedTuple):
+    """Who moves messages, and how its ranks are two degrees; what these were chosen from, if they were."""
+
+    driver: Driver
+    degrees: Degrees
+    weighed: WeighedDegrees = ()
+
+
+def place(
+    group: Any,
+    *,
+    ulysses: int | Literal["auto"] | None,
+    inner: Inner | None,
+    heads: tuple[int, int] | None,
+    ring_group: Any,
+    ulysses_group: Any,
+    links: Links | None,
+    backward: str,
+    timeout_s: float,
+) -> Place:
+    """See `ringspun.torch.ContextParallel`.
+
+    Raises:
+        PlanError: a group that cannot be used, or degrees that do not fit it.
+    """
+    if (ulysses == "auto") != (heads is not None):
+        raise PlanError(
+            f"heads must come with ulysses='auto', which is chosen by them: (query heads, key/value heads); got "
+            f"ulysses={ulysses!r} and heads={heads!r}."
+        )
+    if inner not in (None, "ulysses", "ring"):
+        raise PlanError(f"inner must be 'ulysses' or 'ring'; got {inner!r}.")
+    if ring_group is not None or ulysses_group is not None:
+        if group is not None or ulysses is not None or inner is not None or None in (ring_group, ulysses_group):
+            raise PlanError(
+                "ring_group and ulysses_group must come together, without group, ulysses and inner; got others."
+            )
+        return Place(*_of_two(ring_group, ulysses_group, timeout_s))
+    if isinstance(group, dist.device_mesh.DeviceMesh) and group.ndim == 2:
+        if ulysses is not None or inner is not None:
+            raise PlanError("a mesh of two dimensions must come without ulysses and inner; got them. It says both.")
+        return Place(*_of_mesh(group, timeout_s))
+    driver = _driver(group, timeout_s)
+    if ulysses == "auto":
+        if not (isinstance(heads, tuple) and len(heads) == 2 and all(map(is_integer, heads))):
+            raise PlanError(f"heads must be two integers, query heads and key/value heads; got {heads!r}.")
+        weighed = choose_degrees(driver.size, int(heads[0]), int(heads[1]), links=links, backward=backward)
+        return Place(driver, replace(weighed[0][0], inner=inner or "ulysses"), weighed)
+    degree = 1 if ulysses is None else ulysses
+    if not is_integer(degree) or degree < 1 or driver.size % degree:
+        raise PlanError(f"ulysses must divide the group's {driver.size} ranks; got {ulysses!r}.")
+    return Place(driver, Degrees(driver.size // int(degree), int(degree), inner or "ulysses"))
+
+
+def _driver(group: Any, timeout_s: float) -> Driver:
+    if isinstance(group, Driver):
+        return group
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise PlanError(
+                f"mesh must have one dimension, or the two 'ring' and 'ulysses'; got {group.ndim}. Pass the ring's "
+                "own, e.g. mesh['ring'], or mesh['ring', 'ulysses']."
+            )
+        group = group.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Loopback(1)
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise PlanError(
+            f"group must be a process group that this rank belongs to, a mesh or a Loopback; got {group!r}."
+        )
+    if dist.get_world_size(group) == 1:
+        return Loopback(1)
+    backend = str(dist.get_backend(group))
+    if "gloo" not in backend:
+        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
+    return Gloo(group, timeout_s=timeout_s)
+
+
+def drivers_of_rings(driver: Driver, degrees: Degrees, timeout_s: float) -> tuple[Driver, ...]:
+    """A driver for each ring of a hybrid that this process plays. Collective, at first.
+
+    A loopback's are parts of it. Processes get a group for each ring: what the ranks of one agree on, those of another
+    need not, and an agreement by messages would meet other messages when a rank alone asks for it.
+    """
+    columns = sorted({degrees.place(rank)[1] for rank in driver.ring_ranks})
+    rings = [degrees.column(u) for u in columns]
+    if len(driver.ring_ranks) == driver.size or degrees.ring == 1:
+        return tuple(Part(driver, ring) for ring in rings)
+    order = driver.ranks if isinstance(driver, Part) else tuple(range(driver.size))
+    whole = driver.whole if isinstance(driver, Part) else driver
+    if not isinstance(whole, Gloo):
+        raise PlanError(f"ulysses must come with a group, a mesh or a Loopback; got {type(driver).__name__}.")
+    world, (ring,) = dist.get_process_group_ranks(whole.group), rings
+    made = _over([world[order[rank]] for rank in ring], whole.group, timeout_s)
+    of_group = made.whole if isinstance(made, Part) else made
+    assert isinstance(of_group, Gloo)
+    made.counts = of_group.counts = CountsOfPart(driver.counts, ring)
+    of_group.breaks, whole.breaks = (whole,), (*whole.breaks, of_group)
+    return (made,)
+
+
+def _of_mesh(mesh: dist.device_mesh.DeviceMesh, timeout_s: float) -> tuple[Driver, Degrees]:
+    names = mesh.mesh_dim_names
+    if names is None or sorted(names) != sorted(AXES):
+        raise PlanError(
+            f"mesh must have one dimension, or the two 'ring' and 'ulysses', the inner one last; got {names}. "
+            "Pass the ring's own, e.g. mesh['ring'], or mesh['ring', 'ulysses']."
+        )
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    degrees = Degrees(int(sizes["ring"]), int(sizes["ulysses"]), "ulysses" if names[-1] == "ulysses" else "ring")
+    for name, other in (AXES, AXES[::-1]):
+        if sizes[other] == 1:
+            return _driver(mesh.get_group(name), timeout_s), degrees
+    return _over(mesh.mesh.flatten().tolist(), mesh.get_group("ring"), timeout_s), degrees
+
+
+def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driver, Degrees]:
+    for name, one in (("ring_group", ring_group), ("ulysses_group", ulysses_group)):
+        if not isinstance(one, dist.ProcessGroup):
+            raise PlanError(f"{name} must be a process group that this rank belongs to; got {one!r}.")
+    ring = dist.get_process_group_ranks(ring_group)
+    columns: list[list[int]] = [[] for _ in range(dist.get_world_size(ulysses_group))]
+    dist.all_gather_object(columns, ring, group=ulysses_group)
+    row = [column[dist.get_rank(ring_group)] for column in columns if len(column) == len(ring)]
+    if row != dist.get_process_group_ranks(ulysses_group):
+        raise PlanError(
+            f"ring_group and ulysses_group must be the columns and rows of a grid of ranks; got rings {columns} and "
+            f"the ulysses group {dist.get_process_group_ranks(ulysses_group)}."
+        )
+    degrees = Degrees(len(ring), len(columns))
+    ranks = [column[r] for r in range(len(ring)) for column in columns]
+    for alone, group in ((len(columns) == 1, ring_group), (len(ring) == 1, ulysses_group)):
+        if alone:
+            return _driver(group, timeout_s), degrees
+    return _over(ranks, ring_group, timeout_s), degrees
+
+
+def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float) -> Gloo | Part:
+    """A driver over world ranks, in their order, of the kind of a group that is there. Collective among them, at first:
+    there is one group for the same ranks beside the same group, however many contexts are made."""
+    backend, ordered = str(dist.get_backend(beside)), tuple(sorted(ranks))
+    if "gloo" not in backend:
+        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
+    made = _groups.setdefault(beside, weakref.WeakValueDictionary())
+    group = made.get(ordered)
+    if group is None:
+        group = dist.new_group(list(ordered), backend=backend, use_local_synchronization=True)
+        made[ordered] = group
+    driver = Gloo(group, timeout_s=timeout_s)
+    return driver if ordered == tuple(ranks) else Part(driver, [ordered.index(rank) for rank in ranks])
+
+
+_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()

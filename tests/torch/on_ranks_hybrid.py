@@ -1,0 +1,84 @@
+"""What the ranks of a pool do in tests of hybrids of rings and split heads."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from on_ranks import PATIENCE_S, caught
+from torch.distributed.device_mesh import init_device_mesh
+
+from ringspun import Causal
+from ringspun.testing.cases import Case, inputs
+from ringspun.testing.torch import run_ring
+from ringspun.torch import ContextParallel
+
+GROUPS = {
+    "2": (2, 2),
+    "4": (1, 4),
+    "ring inside": (2, 2),
+    "mesh": (2, 2),
+    "mesh, ring inside": (2, 2),
+    "groups": (2, 2),
+}
+"""How a context of 4 ranks is made, and its degrees."""
+
+
+def hybrid(how: str, case: Case) -> ContextParallel:
+    asked = {"layout": case.layout, "timeout_s": PATIENCE_S}
+    if how.startswith("mesh"):
+        names = ("ulysses", "ring") if how.endswith("inside") else ("ring", "ulysses")
+        return ContextParallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=names), **asked)
+    if how == "groups":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        return ContextParallel(ring_group=mesh.get_group("outer"), ulysses_group=mesh.get_group("inner"), **asked)
+    if how == "ring inside":
+        return ContextParallel(ulysses=2, inner="ring", **asked)
+    return ContextParallel(ulysses=int(how), **asked)
+
+
+def in_a_hybrid(rank: int, how: str, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    """Each case forward and backward, gathered."""
+    found = []
+    for case in cases:
+        found.append(run_ring(case, inputs(case), hybrid(how, case)))
+    return found
+
+
+def refusals_of_groups(rank: int) -> list[tuple[tuple[str, str], str]]:
+    """What contexts of groups and meshes that are no grid say, and what they should."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    row = mesh.get_group("ring")
+    return [
+        (caught(lambda: ContextParallel(mesh)), "must have one dimension, or the two"),
+        (caught(lambda: ContextParallel(ring_group=row, ulysses_group=row)), "the columns and rows of a grid"),
+        (caught(lambda: ContextParallel(dist.group.WORLD, ring_group=row, ulysses_group=row)), "come together"),
+    ]
+
+
+TROUBLES = ("late", "batch", "scale", "tokens", "kernel", "gone", "no backward")
+
+
+def in_trouble(rank: int, trouble: str, at: int) -> tuple[str, str, float]:
+    """A second call in which rank `at` alone does otherwise; on a group of its own. What came of it, and when (s)."""
+    group = dist.new_group()
+    cp = ContextParallel(group, ulysses=2, timeout_s=2)
+    plan = cp.plan(64, Causal())
+    q = torch.randn(1, 4, plan.partition.local_tokens, 8, requires_grad=True)
+    plan.attention(q, q, q).sum().backward()
+    odd, start = rank == at, time.monotonic()
+
+    def call() -> None:
+        if odd and trouble == "gone":
+            return
+        if odd and trouble == "late":
+            time.sleep(4)
+        x = torch.cat([q, q]) if odd and trouble == "batch" else q[:, :, 1:] if odd and trouble == "tokens" else q
+        kernel, scale = "none" if odd and trouble == "kernel" else None, 0.3 if odd and trouble == "scale" else None
+        out = plan.attention(x, x, x, kernel=kernel, scale=scale)
+        if not (odd and trouble == "no backward"):
+            out.sum().backward()
+
+    return *caught(call), time.monotonic() - start

@@ -1,0 +1,181 @@
+"""Where documents come from: the same rows by index, in every process, and a digest that says so."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringspun.errors import DataError, MissingExtra
+from ringspun.train.sources import DataSet, JsonLines, Parquet, Rows, Source, TextFiles, open_source
+
+ROWS: list[Any] = [{"text": "eins"}, {"text": "zwei ü"}, {"input_ids": [1, 2, 3]}, "drei", [4, 5]]
+
+
+def rows_of(source: Source) -> list[Any]:
+    return [source[i] for i in range(len(source))]
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 3) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    return path
+
+
+def test_lists_are_read_as_they_are():
+    for rows in (["a", "b"], [[1, 2], [3]], ROWS, tuple(ROWS), [np.arange(3)]):
+        source = open_source(rows)
+        assert isinstance(source, Rows) and rows_of(source) == list(rows) and open_source(source) is source
+
+
+def test_files_and_folders_of_text_are_a_document_each(tmp_path):
+    for name, text in {"b.txt": "zwei ü\n", "a.md": "eins", "sub/c.py": "drei", "no.csv": "x"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    source = open_source(tmp_path)
+    assert isinstance(source, TextFiles) and rows_of(source) == ["eins", "zwei ü\n", "drei"]
+    assert rows_of(open_source(tmp_path / "no.csv")) == ["x"]
+    (tmp_path / "b.txt").write_text("andere\n\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"b\.txt: data must not change during a run"):
+        source[1]
+    assert open_source(tmp_path).digest() != source.digest()
+
+
+def test_json_lines_of_one_file_several_or_a_folder(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ROWS[:3])
+    (tmp_path / "b.jsonl").write_text('\n"drei"\n  \n[4, 5]', encoding="utf-8")  # blank lines, no newline at the end
+    assert rows_of(open_source(tmp_path / "a.jsonl")) == ROWS[:3]
+    for what in (tmp_path, [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
+        source = open_source(what)
+        assert isinstance(source, JsonLines) and rows_of(source) == ROWS
+        assert rows_of(pickle.loads(pickle.dumps(source))) == ROWS
+    before = source.digest()
+    write_lines(tmp_path / "a.jsonl", ROWS[1:3])
+    assert open_source(tmp_path).digest() != before
+
+
+def test_bad_json_lines_are_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('"x"\n\n{"text": \n"y"\n', encoding="utf-8")
+    source = open_source(path)
+    assert (source[0], source[2]) == ("x", "y")
+    with pytest.raises(DataError, match=r"a\.jsonl: every line must be JSON; line 3 is not"):
+        source[1]
+    path.write_text('"x"\n\n{"text":1\n"y"\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl: data must not change"):
+        source[0]
+    path.write_text("\n \n", encoding="utf-8")
+    with pytest.raises(DataError, match="data must hold at least one line"):
+        open_source(path)
+    path.write_bytes(b'"\xff"\n')
+    with pytest.raises(DataError, match="text must be UTF-8"):
+        open_source(path)
+
+
+def test_parquet_of_one_file_several_or_a_folder(tmp_path):
+    rows = [{"text": f"Nr. {i}", "meta": {"n": i}, "ids": [i] * i} for i in range(11)]
+    write_parquet(tmp_path / "a.parquet", rows[:7])
+    write_parquet(tmp_path / "b.parquet", rows[7:])
+    for what in (tmp_path, [tmp_path / "a.parquet", tmp_path / "b.parquet"]):
+        source = open_source(what)
+        assert isinstance(source, Parquet) and rows_of(source) == rows
+        assert source.blocks().tolist() == [3, 3, 1, 3, 1]
+        assert [pickle.loads(pickle.dumps(source))[i] for i in (10, 0, 6)] == [rows[i] for i in (10, 0, 6)]
+    before = source.digest()
+    write_parquet(tmp_path / "b.parquet", [dict(row, text="x") for row in rows[7:]])
+    assert open_source(tmp_path).digest() != before
+
+
+def test_bad_parquet_is_named(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="data must hold at least one row"):
+        open_source(tmp_path / "empty.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(DataError, match=r"bad\.parquet: data must be a Parquet file"):
+        open_source(tmp_path / "bad.parquet")
+
+
+def test_without_pyarrow_the_line_to_install_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(MissingExtra, match=r"pip install 'ringspun\[data\]'"):
+        open_source(tmp_path / "a.parquet")
+
+
+def test_hugging_face_data_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": f"Nr. {i}", "ids": [i, i]} for i in range(40)]
+    data = datasets.Dataset.from_list(rows)
+    source = open_source(data)
+    assert isinstance(source, DataSet) and rows_of(source) == rows
+    assert open_source(datasets.Dataset.from_list(rows)).digest() == source.digest()
+    assert open_source(data.select(range(39))).digest() != source.digest()
+    for wrong in (datasets.DatasetDict({"train": data}), data.to_iterable_dataset()):
+        with pytest.raises(
+            DataError, match=r"source must be a list, a pathlib\.Path or a data set that is read by index"
+        ):
+            open_source(wrong)
+
+
+@pytest.mark.parametrize("what", ["a.txt", 5, {"train": []}, iter([1]), None], ids=repr)
+def test_what_is_no_source_is_refused(what):
+    with pytest.raises(DataError, match=r"source must be a list, .* A file: write Path\(name\)"):
+        open_source(what)
+
+
+def test_places_without_documents_are_named(tmp_path):
+    with pytest.raises(DataError, match="source must hold at least one document"):
+        open_source([])
+    with pytest.raises(DataError, match=r"data must exist; got .*nowhere"):
+        open_source([tmp_path / "nowhere.jsonl"])
+    with pytest.raises(DataError, match="data must hold text files"):
+        open_source(tmp_path)
+    with pytest.raises(DataError, match=r"paths must all be \.jsonl or all be \.parquet; got \.jsonl, \.txt"):
+        open_source([tmp_path / "a.jsonl", tmp_path / "a.txt"])
+    write_lines(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"folder must hold one kind of files; .* has \.jsonl and \.parquet"):
+        open_source(tmp_path)
+
+
+class InBlocks(Rows):
+    """Rows that are cheap to read in blocks of three."""
+
+    def blocks(self) -> Any:
+        return np.array([3] * (len(self) // 3) + [len(self) % 3])
+
+
+def test_an_order_has_every_document_once_and_keeps_blocks_together():
+    source, other = InBlocks(list(range(20))), Rows(list(range(20)))
+    assert source.order(None).tolist() == list(range(20))
+    orders = [tuple(s.order([seed, epoch])) for s in (source, other) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 8 and all(sorted(order) == list(range(20)) for order in orders)
+    assert source.order([0, 0]).tolist() == list(orders[0])
+    blocks = [i // 3 for i in orders[0]]
+    assert sum(a != b for a, b in pairwise(blocks)) == 6
+    assert len({tuple(dict.fromkeys(i // 3 for i in order)) for order in orders[:4]}) == 4  # and blocks in any order
+
+
+def test_a_digest_tells_rows_apart_and_no_others():
+    different = [
+        ["ab", "c"], ["a", "bc"], ["abc"], [[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [{"a": 1}], [{"b": 1}],
+        [{"a": [1]}], [{"a": None}], [{"a": "None"}], [True], [1], [1.0], [np.arange(3)], [np.arange(3.0)], [[]], [""],
+    ]  # fmt: skip
+    assert len({Rows(rows).digest() for rows in different}) == len(different)
+    assert Rows([{"a": 1, "b": [2]}]).digest() == Rows([{"b": [2], "a": 1}]).digest()
+    assert Rows([[1, 2]]).digest() == Rows([(1, 2)]).digest() == Rows([np.array([1, 2])]).digest()
