@@ -24,6 +24,7 @@ PAGES = [
     (DOCS / "context-schedule.md", 12),
     (DOCS / "loss.md", 35),
     (DOCS / "hybrid.md", 14),
+    (DOCS / "planner.md", 34),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

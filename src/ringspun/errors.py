@@ -14,7 +14,7 @@ RingspunError
 ├── PeerError              (RuntimeError)  a rank is dead, late, or reported its own failure
 ├── RingBroken             (RuntimeError)  a ring used again after a call that did not end alike on all ranks
 ├── UnsupportedByRing      (ValueError)    a model or call that attention on a ring cannot honour
-├── ConfigError            (ValueError)    a training config that cannot be read
+├── ConfigError            (ValueError)    a config, profile or question that cannot be
 ├── DataError              (ValueError)    text that is missing, empty or unreadable
 ├── CheckpointError        (RuntimeError)  a checkpoint that is damaged, or of another run
 ├── NonFiniteError         (RuntimeError)  a NaN or Inf in the loss or gradients of some rank
@@ -84,7 +84,7 @@ class UnsupportedByRing(RingspunError, ValueError):
 
 
 class ConfigError(RingspunError, ValueError):
-    """A training config that cannot be read, or whose values do not go together."""
+    """A config, profile or question to the planner that cannot be read, or whose values do not go together."""
 
 
 class DataError(RingspunError, ValueError):

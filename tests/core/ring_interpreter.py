@@ -231,9 +231,10 @@ def play(legs, computes, tokens, *, backward, seed=0, owners=None, parts=None):
     return [ranks[owner].own[block] for block, owner in enumerate(owners)]
 
 
-def first_steps(steps: Rows) -> dict[int, int]:
-    """The step at which each block is computed with: the first that names its owner."""
+def read_steps(steps: Rows) -> dict[int, int]:
+    """The step at which each block is computed with: the first that names it with a reader."""
     found: dict[int, int] = {}
-    for step, source in enumerate(steps[:, 0].tolist()):
-        found.setdefault(source, step)
+    for step, (source, reader) in enumerate(steps[:, [0, 6]].tolist()):
+        if reader != NONE:
+            found.setdefault(source, step)
     return found

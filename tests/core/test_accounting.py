@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
+from ringspun.core import ways
 from ringspun.core.accounting import account, imbalance, memory, sources
 from ringspun.core.route import Ring
 from ringspun.core.schedule import Geometry
-from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format
+from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, buffer_bytes
 from tests.core import strategies
 
 HALF = Format(
@@ -92,28 +93,56 @@ def test_sources():
     assert sources(s.forward) == [1, 0, 2] and sources(s.backward) == [1, 0, 2, 1]
 
 
-@pytest.mark.parametrize("wire", [HALF, DOUBLE], ids=lambda w: w.dtype)
-def test_memory_itemised(wire):
+def test_memory_of_results_that_are_their_own_sums():
+    """float64: at the last step, where the rank's own block is computed, what travelled is back in the pool."""
+    for s in make(Full(), 24, 4, Contiguous()):
+        m, x = memory(s, DOUBLE), 6 * 4 * 8 * 8  # rows, heads, size, bytes
+        assert m.inputs == 4 * x and m.out == x + 2 * 6 * 4 * 8
+        assert m.leased == 4 * buffer_bytes(message(DOUBLE, 6, 8)), "two blocks and two of their gradients"
+        assert m.gradients == m.outputs == 3 * x
+        assert m.total == m.inputs + m.out + m.leased + m.gradients + m.outputs
+
+
+def test_memory_of_sums_that_are_no_results():
+    """bfloat16: dq is summed up in float32 beside what travels, in the buffer of forward's out, dk and dv of the rank's
+    own block in place of what travelled."""
     for s in make(Full(), 22, 4, Contiguous()):
-        rows, most, b = s.local_tokens, 6, wire.batch
-        h, k, d, dv = wire.heads, wire.kv_heads, wire.head_size, wire.value_size
-        m = memory(s, wire)
-        assert m.tensors == wire.itemsize * b * rows * (h * (2 * d + 2 * dv) + k * (2 * d + 2 * dv))
-        assert m.lse == wire.accumulator_itemsize * b * h * rows * 2
-        assert m.accumulators == wire.accumulator_itemsize * b * rows * max(h * dv, h * d + k * (d + dv))
-        assert m.block_slots == 2 * message(wire, most, wire.itemsize), "two blocks in flight"
-        assert m.gradient_slots == 2 * message(wire, most, wire.accumulator_itemsize)
-        assert m.total == m.tensors + m.lse + m.block_slots + m.gradient_slots + m.accumulators
+        rows, most, b = s.local_tokens, 6, HALF.batch
+        h, k, d, dv = HALF.heads, HALF.kv_heads, HALF.head_size, HALF.value_size
+        m = memory(s, HALF)
+        travels = 2 * buffer_bytes(message(HALF, most, 2)) + 2 * buffer_bytes(message(HALF, most, 4))
+        assert m.leased == travels + buffer_bytes(4 * b * h * rows * dv)
+        assert m.out == 2 * b * h * rows * dv + 2 * 4 * b * h * rows
+        assert m.inputs == 2 * b * rows * (h + k) * (d + dv)
+        gradients = 2 * b * rows * (h * d + k * (d + dv))
+        assert (m.gradients, m.outputs) in {(gradients, 0), (0, 2 * b * (h * rows * d + k * most * (d + dv)))}
+
+
+def test_memory_of_queries_that_travel():
+    """float32 sums are results, those of keys from the start; forward's blocks of keys serve as gradients of queries,
+    which are half as long, and lie beside the queries."""
+    wire = Format(1, 4, 4, 8, 8, "float32", 4, 4)
+    schedules = make(Full(), 64, 4, Contiguous())
+    for s, turned in zip(schedules, ways.turned(schedules), strict=True):
+        m, x = memory(s, wire, turned), 16 * 4 * 8 * 4
+        assert m.leased == 2 * buffer_bytes(2 * x + 2 * 16 * 4 * 4 + 128) + 2 * buffer_bytes(2 * x + 128)
+        assert m.gradients == m.outputs == 3 * x and (m.inputs, m.out) == (4 * x, x + 2 * 16 * 4 * 4)
 
 
 def test_memory_without_neighbours():
     (s,) = make(Causal(), 22, 1, Contiguous())
-    m = memory(s, HALF)
-    assert m.block_slots == m.gradient_slots == 0 and m.tensors > 0
+    assert memory(s, DOUBLE).leased == 0 and memory(s, DOUBLE).gradients > 0
+
+
+def test_a_kernel_call_takes_part_of_a_long_tile():
+    """Of a tile that a band cuts fewer rows than of a whole one."""
+    rows = {}
+    for mask in (Full(), Causal()):
+        (s,) = make(mask, 5000, 1, Contiguous())
+        rows[mask] = memory(s, DOUBLE).outputs // 8 // 4 // 8 - 2 * 5000
+    assert rows == {Full(): 2048, Causal(): 1024}
 
 
 def test_Q4_blocks_in_flight_do_not_grow_with_the_ring():
     """Ring keeps every received KV block, so memory grows to the full KV."""
-    per_ring = [memory(make(Full(), 6 * size, size, Contiguous())[0], HALF) for size in (2, 3, 4, 8)]
-    assert len({m.block_slots for m in per_ring}) == 1
-    assert len({m.gradient_slots for m in per_ring[1:]}) == 1
+    assert len({memory(make(Full(), 6 * size, size, Contiguous())[0], HALF).total for size in (4, 8, 16)}) == 1

@@ -20,7 +20,7 @@ from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, N
 from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format, Payload
 from tests.core import strategies
-from tests.core.ring_interpreter import Fault, first_steps, play
+from tests.core.ring_interpreter import Fault, play, read_steps
 
 WIRE = Format(
     batch=2, heads=4, kv_heads=2, head_size=8, value_size=6, dtype="float32", itemsize=4, accumulator_itemsize=4
@@ -43,7 +43,7 @@ def bound(size, pairs):
 
 def computes(all_legs, pairs):
     return [
-        {step for source, step in first_steps(one.steps).items() if (rank, source) in pairs}
+        {step for source, step in read_steps(one.steps).items() if (rank, source) in pairs}
         for rank, one in enumerate(all_legs)
     ]
 

@@ -22,7 +22,7 @@ from ringspun.core.readings import of_route
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, InOrder, Ring
 from ringspun.core.route.base import BoundRoute, MessageColumn, StepColumn
 from ringspun.core.schedule import Geometry, compile_schedules, cuts_of
-from ringspun.core.wire import Format, Payload, Side
+from ringspun.core.wire import Format, Payload, Side, buffer_bytes
 from ringspun.errors import PlanError
 from tests.core import strategies
 from tests.core.ring_interpreter import play
@@ -213,12 +213,11 @@ def test_its_slots_are_those_of_a_ring():
     slots = turned.slot_bytes(turned.backward, wire)
     assert {(p - 2, n) for p, n in slots} == set(one.slot_bytes(one.backward, wire))
     assert slots == {(p, n): wire.message_bytes(p, rows) for p in (Payload.QUERIES, Payload.DQ) for n in (0, 1)}
-    there = memory(one, wire, turned)
-    assert there.block_slots == 2 * (128 + rows * 4 * 64 * 2 * 2 + 2 * rows * 4 * 4)
-    assert there.gradient_slots == 2 * (128 + rows * 4 * 64 * 4)
-    assert replace(there, block_slots=0, gradient_slots=0) == replace(
-        memory(one, wire), block_slots=0, gradient_slots=0
-    )
+    there, here = memory(one, wire, turned), memory(one, wire)
+    held = [128 + rows * 4 * 64 * 2 * 2 + 2 * rows * 4 * 4] * 2 + [128 + rows * 4 * 64 * 4] * 2  # queries; dq
+    sums = [rows * 2 * 64 * 4] * 2  # dk and dv; these and one dq find buffers of forward's: two blocks and out
+    assert there.leased == sum(map(buffer_bytes, [*held, *sums])), (there.leased, held, sums)
+    assert (there.inputs, there.out) == (here.inputs, here.out)
     counted = account(turned.backward, wire, backward=True)
     assert counted.flops == account(one.backward, wire, backward=True).flops and counted.hops == 7
 

@@ -11,6 +11,7 @@ from hard_cases import judged
 
 from ringspun import AllGather, Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core import accounting
+from ringspun.core.wire import Payload
 from ringspun.testing.cases import Case, Shape, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import Alibi, ContextParallel, Loopback
@@ -108,8 +109,9 @@ def test_no_more_is_alive_than_is_said(route):
     wire = wire_of(*x)
     with peak_memory() as peak:
         plan.attention(*x).sum().backward()
-    said = sum(accounting.memory(s, wire).total for s in plan.schedules)
-    assert peak.bytes <= said - sum(t.nbytes for t in x)
+    said = [accounting.memory(s, wire) for s in plan.schedules]
+    spare = sum(one.leased for one in said) / 4  # a lease may get a buffer that is larger by so much
+    assert peak.bytes <= sum(one.total for one in said) - sum(t.nbytes for t in x) + spare
 
 
 def test_more_strides_hold_less():
@@ -121,8 +123,8 @@ def test_more_strides_hold_less():
 
 def _gathered(strides, route=None):
     context = ContextParallel(Loopback(4), layout=Zigzag(), route=route or AllGather(strides))
-    wire = wire_of(*(torch.empty(1, 8, 4096, 32) for _ in range(3)))
-    return accounting.memory(context.plan(4096, Full()).schedule, wire).block_slots
+    schedule, wire = context.plan(4096, Full()).schedule, wire_of(*(torch.empty(1, 8, 4096, 32) for _ in range(3)))
+    return sum(n for (payload, _), n in schedule.slot_bytes(schedule.backward, wire).items() if payload == Payload.KV)
 
 
 def test_the_executor_puts_together_what_the_schedule_says():

@@ -145,8 +145,7 @@ def test_sums_take_parts_of_rows_in_any_order(parts):
     """First gradients are written, not added: gaps are zero, no part is lost or doubled, memory may hold anything."""
     like = torch.zeros(2, 3, 7, 5, dtype=torch.float64)
     expected = like.clone()
-    found = RowSum(like, torch.float64)
-    found._sum.fill_(torch.nan)
+    found = RowSum(like.shape, torch.float64, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     for seed, (start, length, first_row) in enumerate(parts):
         rows = Rows(slice(0, 1 if first_row else None), slice(start, min(start + length, 7)))
         part = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

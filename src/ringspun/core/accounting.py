@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from ringspun.core import tiles as tl
 from ringspun.core.degrees import Degrees, HeadSplit
 from ringspun.core.partition import Sides
-from ringspun.core.route.base import Action, MessageColumn, StepColumn, carried
+from ringspun.core.route.base import OWN, Action, MessageColumn, StepColumn, carried, pack_slot
 from ringspun.core.schedule import Pass, Schedule
 from ringspun.core.ways import Turned
-from ringspun.core.wire import Format, Payload, segments
+from ringspun.core.wire import LARGER, Format, Payload, Side, buffer_bytes, segments
 
 
 @dataclass(frozen=True)
@@ -101,43 +101,136 @@ def imbalance(passes: Sequence[Pass], speeds: Sequence[float] | None = None) -> 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank that are alive at the peak of forward + backward, itemised (kernel workspace excepted).
+    """Bytes of one rank that are alive at the worst moment of forward + backward, itemised (what a kernel needs inside
+    of a call excepted).
 
     Args:
-        tensors: q, k, v, out, dout and the gradients. lse: with delta. block_slots: blocks in flight, of k and v (or
-            put together of such) or of q, dO, lse and delta. gradient_slots: travelling dK, dV, or dQ.
-        accumulators: fp32 out (forward) or dq, dk, dv (backward), the larger.
+        inputs: q, k, v and dout. out: with lse and delta. leased: the pool's buffers: blocks and gradients on their way
+            and sums that are not results themselves; what is given back stays there for the next to use.
+        gradients: results, so far. outputs: of one kernel call.
     """
 
-    tensors: int
-    lse: int
-    block_slots: int
-    gradient_slots: int
-    accumulators: int
+    inputs: int
+    out: int
+    leased: int
+    gradients: int
+    outputs: int
 
     @property
     def total(self) -> int:
         """Sum of the items."""
-        return self.tensors + self.lse + self.block_slots + self.gradient_slots + self.accumulators
+        return self.inputs + self.out + self.leased + self.gradients + self.outputs
+
+
+BAND_ROWS, FULL_ROWS = 1024, 2048
+"""Query rows that a kernel takes at once of a tile that a band cuts, and of one that it does not."""
 
 
 def memory(schedule: Schedule, wire: Format, taken: Schedule | Turned | None = None) -> Memory:
-    """Peak live bytes of one rank by the schedule's own slots.
+    """Worst moment of one rank, by the schedule's own steps and buffers.
 
     Args:
         taken: whose `backward` calls take (`ringspun.core.ways.taken`); default the schedule's.
     """
     way = schedule if taken is None else taken
-    q = wire.batch * wire.heads * schedule.local_tokens
-    kv = wire.batch * wire.kv_heads * int(schedule.key_tokens[schedule.ring_rank])
-    widths = wire.head_size + wire.value_size
-    tensors = wire.itemsize * 2 * (q * widths + kv * widths)
-    accumulators = wire.accumulator_itemsize * max(q * wire.value_size, q * wire.head_size + kv * widths)
-    slots = {way.backward.side.block: 0, way.backward.side.gradients: 0}
-    for (payload, _), n_bytes in way.slot_bytes(way.backward, wire).items():
-        slots[payload] += n_bytes
-    blocks, gradients = slots.values()
-    return Memory(tensors, 2 * wire.accumulator_itemsize * q, blocks, gradients, accumulators)
+    one, narrow, wide = way.backward, wire.itemsize, wire.accumulator_itemsize
+    per_row = wire.batch * wire.heads
+    q, k = schedule.local_tokens, int(schedule.key_tokens[schedule.ring_rank])
+    dq = per_row * q * wire.head_size
+    dk, dv = (wire.batch * wire.kv_heads * k * size for size in (wire.head_size, wire.value_size))
+    tiled = np.diff(one.tile_offsets) > 0
+    own = one.steps[: len(tiled), StepColumn.GRAD_SLOT] == OWN
+    home = one.steps[:, StepColumn.HOME_SLOT] >= 0
+    end = 3 * len(one)
+    staying, going = ((dk, dv), (dq,)) if one.side == Side.QUERIES else ((dq,), (dk, dv))
+    begin = min(_time(tiled & own, end), _time(home, end))
+    sums = [*((0, wide * size) for size in staying), *((begin, wide * size) for size in going)]
+    leases, results = _slots(way, wire), sums
+    if wide != narrow:
+        leases = [*((first, end, size) for first, size in sums), *leases]
+        results = [(end, narrow * (dq + dk + dv))]
+    out = narrow * per_row * q * wire.value_size + 2 * wide * per_row * q
+    inputs = narrow * (dq + dk + dv + per_row * q * wire.value_size)
+    pool, worst = _Pool(_forward_leases(schedule, wire), leases), Memory(inputs, out, 0, 0, 0)
+    for step in range(len(one) + 1):
+        now = min(3 * step + 1, end)
+        made = sum(size for first, size in results if first <= now)
+        here = one.tiles_of(step).tolist() if step < len(tiled) else []
+        stride = one.steps[min(step, len(one) - 1), [StepColumn.STRIDE, StepColumn.STRIDES]].tolist()
+        outputs = narrow * max((_outputs(tile, wire.of_stride(*stride)) for tile in here), default=0)
+        found = Memory(inputs, out, pool.bytes_at(3 * step + 2), made, outputs)
+        worst = max(worst, found, key=lambda m: m.total)
+    return worst
+
+
+class _Pool:
+    """What the pool (`ringspun.torch.buffers`) comes to hold: each lease gets the smallest buffer that nobody has and
+    that is long enough but not too long, or a new one.
+
+    Messages are posted when those that are waited for have given their buffers back; what is put together, and
+    gradients that start, lie beside them.
+
+    Args:
+        idle: bytes of the buffers that it has. leases: first and last use of each, and bytes.
+    """
+
+    def __init__(self, idle: list[int], leases: list[tuple[int, int, int]]) -> None:
+        out: list[tuple[int, int]] = []
+        self._grown = [(-1, sum(idle))]
+        for first, last, n_bytes in sorted(leases, key=lambda lease: lease[0]):
+            back = [one for one in out if one[0] < first or (one[0] == first and first % 3 != 1)]
+            out, idle = [one for one in out if one not in back], idle + [size for _, size in back]
+            fitting = [size for size in idle if n_bytes <= size <= LARGER * buffer_bytes(n_bytes)]
+            held = min(fitting, default=buffer_bytes(n_bytes))
+            out.append((last, held))
+            if fitting:
+                idle.remove(held)
+            else:
+                self._grown.append((first, self._grown[-1][1] + held))
+
+    def bytes_at(self, time: int) -> int:
+        """All that it holds then: it keeps what comes back."""
+        return max(size for since, size in self._grown if since <= time)
+
+
+def _time(which: NDArray[np.bool_], never: int) -> int:
+    """When the first of some steps computes."""
+    steps = np.flatnonzero(which)
+    return 3 * int(steps[0]) + 1 if len(steps) else never
+
+
+def _slots(way: Schedule | Turned, wire: Format) -> list[tuple[int, int, int]]:
+    """First and last use of each buffer of backward (`Pass.last_uses`), and its bytes."""
+    one, m = way.backward, carried(way.backward.messages, wire.kv_heads)
+    posted = 3 * m[:, MessageColumn.STEP] + 2 * m[:, MessageColumn.MOMENT]
+    keyed = np.column_stack([m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT]], posted]).tolist()
+    fresh = np.flatnonzero(one.steps[:, StepColumn.GRAD_FRESH])
+    keyed += [[one.side.gradients, int(one.steps[t, StepColumn.GRAD_SLOT]), 3 * int(t) + 1] for t in fresh]
+    together = np.flatnonzero((one.steps[:, StepColumn.SOURCE] == way.whole) & (one.steps[:, StepColumn.SLOT] >= 0))
+    keyed += [[one.side.block, int(one.steps[t, StepColumn.SLOT]), 3 * int(t) - 1] for t in together]
+    first: dict[tuple[Payload, int], int] = {}
+    for payload, slot, time in keyed:
+        key = Payload(payload), pack_slot(slot)
+        first[key] = min(first.get(key, time), time)
+    held = way.slot_bytes(one, wire)
+    return [(first[key], one.last_uses[key], n_bytes) for key, n_bytes in held.items()]
+
+
+def _forward_leases(schedule: Schedule, wire: Format) -> list[int]:
+    """Buffers that forward leaves in the pool."""
+    slots = list(schedule.slot_bytes(schedule.forward, wire).values())
+    out = wire.accumulator_itemsize * wire.batch * wire.heads * schedule.local_tokens * wire.value_size
+    return [*map(buffer_bytes, slots + [out] * (wire.accumulator_itemsize != wire.itemsize))]
+
+
+def _outputs(tile: list[int], wire: Format) -> int:
+    """Elements of dq, dk and dv of one kernel call."""
+    b0, b1, q0, q1, k0, k1, lo, hi = tile
+    whole = lo <= q0 - (k1 - 1) and q1 - 1 - k0 <= hi
+    rows = min(q1 - q0, FULL_ROWS if whole else BAND_ROWS)
+    batch = wire.batch if b1 < 0 else b1 - b0
+    keys = wire.kv_heads * (k1 - k0) * (wire.head_size + wire.value_size)
+    return batch * (wire.heads * rows * wire.head_size + keys)
 
 
 def exchanged(split: HeadSplit, degrees: Degrees, sides: Sides, rank: int, wire: Format) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.readings import FIRST, LAST, Gathered, of_route
 from ringspun.core.route.auto import Auto
-from ringspun.core.route.base import OWN, Legs, MessageColumn, Moment, Route, StepColumn, carried, pack_slot
+from ringspun.core.route.base import OWN, Action, Legs, MessageColumn, Moment, Route, StepColumn, carried, pack_slot
 from ringspun.core.text import shown
 from ringspun.core.wire import Format, Payload, Side
 from ringspun.errors import LayoutError, PlanError
@@ -72,9 +72,17 @@ class Pass:
 
     def messages_of(self, step: int, moment: Moment) -> NDArray[np.int64]:
         """Messages that `step` posts at `moment`, ``[n, 12]``."""
-        m = self.messages
-        chosen: NDArray[np.int64] = m[(m[:, MessageColumn.STEP] == step) & (m[:, MessageColumn.MOMENT] == moment)]
+        order, offsets = self._posts
+        place = step * len(Moment) + moment
+        chosen: NDArray[np.int64] = self.messages[order[offsets[place] : offsets[place + 1]]]
         return chosen
+
+    @cached_property
+    def _posts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Messages by step and moment, and where those of each begin: a pass may have thousands."""
+        place = self.messages[:, MessageColumn.STEP] * len(Moment) + self.messages[:, MessageColumn.MOMENT]
+        order = np.argsort(place, kind="stable")
+        return order, np.searchsorted(place[order], np.arange(len(Moment) * len(self) + 1))
 
     @property
     def pairs(self) -> NDArray[np.int64]:
@@ -82,6 +90,33 @@ class Pass:
         own mask."""
         counts = np.append(0, np.cumsum(tl.count_pairs(self.tiles) * tl.rows(self.tiles)))
         return np.diff(counts[self.tile_offsets])
+
+    @cached_property
+    def last_uses(self) -> dict[tuple[Payload, int], int]:
+        """When each buffer is used last, in thirds of a step: 3t when what is due before the tiles of step t was waited
+        for, 3t + 1 when what is due after its first tile was, 3t + 2 at its end. Gradients that come home to the
+        rank's own tiles are added before them."""
+        m, s = self.messages, self.steps
+        due = 3 * m[:, MessageColumn.DUE] + m[:, MessageColumn.MOMENT]
+        elsewhere = (m[:, MessageColumn.SLOT] <= OWN) & (m[:, MessageColumn.PAYLOAD] == self.side.gradients)
+        due[elsewhere] += 1  # added to the rank's own by the end of the step
+        uses = np.column_stack([m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT]], due]).tolist()
+        end = 3 * np.arange(len(s)) + 2
+        home = end - (s[:, StepColumn.GRAD_SLOT] == OWN)
+        packed = m[elsewhere & (m[:, MessageColumn.ACTION] == Action.SEND), MessageColumn.STEP]
+        gathered = end + np.isin(np.arange(len(s)), packed)  # what messages take of them, they take after that
+        for payload, column, time in (
+            (self.side.block, StepColumn.SLOT, end),
+            (self.side.gradients, StepColumn.GRAD_SLOT, gathered),
+            (self.side.gradients, StepColumn.HOME_SLOT, home),
+        ):
+            buffered = s[:, column] >= 0
+            uses += [(payload, *use) for use in np.column_stack([s[:, column], time])[buffered].tolist()]
+        last: dict[tuple[Payload, int], int] = {}
+        for payload, slot, time in uses:
+            key = Payload(payload), pack_slot(slot)
+            last[key] = max(last.get(key, 0), time)
+        return last
 
     def _arrays(self) -> tuple[NDArray[np.int64], ...]:
         return self.steps, self.messages, self.tiles, self.tile_offsets
@@ -125,7 +160,8 @@ class Blocks:
 
     def travelling_rows(self, block: int) -> slice | NDArray[np.int64]:
         """Which of its owner's rows a block on its way holds."""
-        mine = self.travelling[self.travelling[:, needs.OWNER] == block, needs.ROW0 :]
+        first, last = np.searchsorted(self.travelling[:, needs.OWNER], [block, block + 1])
+        mine = self.travelling[first:last, needs.ROW0 :]
         if len(mine) == 1:
             return slice(*map(int, mine[0]))
         return np.concatenate([np.zeros(0, np.int64), *(np.arange(*row) for row in mine)])
@@ -396,7 +432,8 @@ def compile_schedules(
     if isinstance(route, Auto):
         route, weighed = choose(route, sides, cuts)
     cut, taken = of_route(route, sides, cuts), route
-    cut.travelling.setflags(write=False)
+    travelling = np.asfortranarray(cut.travelling)  # by columns: looking up a block then copies none of them
+    travelling.setflags(write=False)
     bound = taken.bind(cut.needs)
     origin = Origin(sides, taken, bound.sent(sides.keys.ring_size)) if taken.turns else None
 
@@ -407,7 +444,7 @@ def compile_schedules(
         owners, gathered = cut.needs.owners, cut.gathered(ring_rank)
         gathered.setflags(write=False)
         return Schedule(
-            ring_rank, size, queries, keys, cut.travelling, mask, inputs, forward, backward, taken.grid, owners,
+            ring_rank, size, queries, keys, travelling, mask, inputs, forward, backward, taken.grid, owners,
             str(taken), weighed, gathered, origin,
         )  # fmt: skip
 

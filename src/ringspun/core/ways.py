@@ -128,5 +128,6 @@ def _bound(sides: Sides, mask: Mask | RowMasks, route: Route) -> tuple[Readings,
     other = sides.turned()
     cuts = [(Cut(other.queries, other.keys, rg.turned(cut.regions)), rows) for cut, rows in cuts_of(sides, mask)]
     read = of_route(route, other, cuts)
-    read.travelling.setflags(write=False)
-    return read, route.bind(read.needs)
+    by_columns = np.asfortranarray(read.travelling)  # as in `compile_schedules`
+    by_columns.setflags(write=False)
+    return replace(read, travelling=by_columns), route.bind(read.needs)

@@ -100,6 +100,20 @@ def heads_of(stride: int, strides: int, kv_heads: int) -> slice:
     return slice(*(min(i, count) * kv_heads // count for i in (stride, stride + 1)))
 
 
+LARGER = 4
+"""A buffer more than so many times as large as asked for is left to others."""
+
+
+def buffer_bytes(n_bytes: int) -> int:
+    """The size of a buffer that is made for `n_bytes`, so that other lengths may use it later: header, end mark, and
+    between them a power of two or a quarter, half or three quarters more, hence at most a quarter more than asked for.
+    A block of a power of two of elements fits exactly."""
+    ends = HEADER_BYTES + END_BYTES
+    inner = max(n_bytes - ends, HEADER_BYTES)
+    step = max(HEADER_BYTES, 1 << (inner.bit_length() - 3))
+    return ends + -(-inner // step) * step
+
+
 @dataclass(frozen=True)
 class Format:
     """What all messages of one call agree on; every rank of a ring must hold the same.

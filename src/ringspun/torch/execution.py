@@ -20,12 +20,13 @@ from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.steplog.meter import Meter
 from ringspun.torch import ring, sharding, shares
 from ringspun.torch.bias import FunctionRule, RankBias, Rule
-from ringspun.torch.buffers import BufferPool, in_lines
+from ringspun.torch.buffers import BufferPool, Leases, in_lines
 from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.ops import Grads
+from ringspun.torch.scraps import scraps
 
 TOPIC = "an attention call"
 BACKWARD_TOPIC = "a backward call"
@@ -71,6 +72,7 @@ class Calls:
     meters: Sequence[Meter | None] = ()
     agreed: dict[str, str] = field(default_factory=dict)
     _sides: dict[Format, Side] = field(default_factory=dict)
+    _digests: dict[Side, bytes] = field(default_factory=dict)
     _walks: dict[Side | None, list[Walk]] = field(default_factory=dict)
 
     @property
@@ -99,7 +101,9 @@ class Calls:
 
     def _sizes(self, side: Side) -> bytes:
         """Stands for the rows of all blocks, of which there may be as many as pairs of ranks."""
-        return digest_of(self._walks_of(side)[0].blocks.travelling_tokens.tobytes())
+        if side not in self._digests:
+            self._digests[side] = digest_of(self._walks_of(side)[0].blocks.travelling_tokens.tobytes())
+        return self._digests[side]
 
     def agree(self, topic: str, wire: Format, fields: dict[str, str], side: Side = Side.KEYS) -> None:
         """Agree with all ranks on the facts of a call: at a plan's first call, and whenever facts or sizes change.
@@ -230,7 +234,9 @@ class Execution:
         if q.shape[0] == 0:
             shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared
-        saved = _saved(grads._replace(dout=grads.dout.contiguous()) if calls.grid else grads, out, lse)
+        leases = Leases(calls.pool, q.device)
+        delta = leases.tensor(lse.shape, lse.dtype)
+        saved = _saved(grads._replace(dout=grads.dout.contiguous()) if calls.grid else grads, out, lse, delta)
         here = calls.driver.ring_ranks
         q_rows = sharding.slices(calls.sides.queries, here)
         programs = [
@@ -240,6 +246,7 @@ class Execution:
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv, dbias = zip(*calls.driver.run(programs), strict=True)
         of_shared = shares.of_sinks_and_bias(saved, terms, dbias, calls.sides.queries, calls.driver, calls.grid)
+        leases.close()
         return _joined(dq), _joined(dk), _joined(dv), *of_shared
 
     def _mark(self, device: torch.device) -> int:
@@ -271,9 +278,9 @@ class Execution:
         return [(in_lines(q), k, v) for q, k, v in parts] if self.calls.grid else parts
 
 
-def _saved(grads: Grads, out: Tensor, lse: Tensor) -> Saved:
-    dtype = accumulator_dtype(out.dtype)
-    delta = (out.to(dtype) * grads.dout.to(dtype)).sum(-1)
+def _saved(grads: Grads, out: Tensor, lse: Tensor, delta: Tensor) -> Saved:
+    for x, dx, both in scraps(out, grads.dout, delta[..., None]):
+        torch.sum(x.to(delta.dtype) * dx.to(delta.dtype), -1, keepdim=True, out=both)
     if grads.dlse is not None:
         delta -= grads.dlse
     return Saved(out, lse, grads.dout, grads.dlse, delta)

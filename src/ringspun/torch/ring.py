@@ -23,12 +23,12 @@ from ringspun.steplog import StepLog, What
 from ringspun.steplog.log import call_words
 from ringspun.steplog.meter import Meter
 from ringspun.torch.bias import RankBias
-from ringspun.torch.buffers import BufferPool
+from ringspun.torch.buffers import BufferPool, Leases
 from ringspun.torch.drivers.base import RankProgram, Together, Transfer
-from ringspun.torch.kernels.base import Block, Kernel, Saved, StepTiles, Terms, accumulator_dtype
+from ringspun.torch.kernels.base import Block, Gradients, Kernel, Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.messages import check, clear, seal, views
 from ringspun.torch.softmax import RunningSoftmax
-from ringspun.torch.sums import RowSum
+from ringspun.torch.sums import RowSum, add_to
 
 Flow = Generator[Any, Any, None]
 _NO_TILES = StepTiles(np.zeros((0, 8), np.int64))
@@ -107,8 +107,9 @@ class Job:
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
-    one, mail = job.one, _Mail(job, (k, v))
-    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), accumulator_dtype(q.dtype), q.device)
+    one, dtype = job.one, accumulator_dtype(q.dtype)
+    mail, leases = _Mail(job, (k, v)), Leases(job.pool, q.device)
+    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), dtype, q.device, leases.room(dtype, q.dtype))
     for step, row in enumerate(one.steps):
         part = job.part(step, row)
         yield from mail.arrive(step, row, part)
@@ -117,12 +118,16 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
         block, mine = job.block(part, int(row[StepColumn.SOURCE]), operands), running.of_heads(part.heads)
         for rows, out, lse in job.kernel.forward(block, part.tiles):
             mine.add(rows, out, lse)
+            del out, lse  # not kept while the next are made
+        mail.release(step, 2)
         yield from mail.finish(step)
     yield from mail.close()
     if job.terms.sinks is not None:
         for own in job.parts:
             running.add_sinks(job.terms.sinks, own)
-    return running.out.to(q.dtype), running.lse
+    results = running.out.to(q.dtype), running.lse
+    leases.close()
+    return results
 
 
 def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
@@ -130,10 +135,12 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
     unit of queries on a grid. Blocks of keys go round again, or blocks of queries with what backward knows of them;
     their gradients follow them home, and those of the other side gather here."""
     one, dtype, grid = job.one, accumulator_dtype(q.dtype), job.schedule.grid
-    queries = one.side == Side.QUERIES
+    queries, leases = one.side == Side.QUERIES, Leases(job.pool, q.device)
     mail = _Mail(job, (q, saved.dout, saved.lse, saved.delta) if queries else (k, v))
-    dq, dkv = (RowSum(q, dtype),), (RowSum(k, dtype), RowSum(v, dtype))
-    going, staying = (dq, dkv) if queries else (dkv, dq)
+    dq, dk, dv = (RowSum(x.shape, dtype, leases.room(dtype, x.dtype)) for x in (q, k, v))
+    staying, going = ((dk, dv), (dq,)) if queries else ((dq,), (dk, dv))
+    for total in staying:
+        total.reserve()  # now, or blocks would take the buffers of its size that forward left
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
@@ -143,33 +150,50 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
         operands, known = (_with_queries if queries else _with_keys)(row, part, mail.block(row, part), (q, k, v), saved)
         block = job.block(part, int(row[StepColumn.SOURCE]), operands)
-        heads = (part.kv_heads, part.heads) if queries else (part.heads, part.kv_heads)
-        here, there = ([x.of_heads(some) for x in sums] for sums, some in zip((staying, going), heads, strict=True))
+        of_staying, of_going = (part.kv_heads, part.heads) if queries else (part.heads, part.kv_heads)
+        here = [total.of_heads(of_staying) for total in staying]
         for g in job.kernel.backward(block, known, part.tiles):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
-                yield from mail.wait(step, Moment.AFTER)
-                away = mail.gradients(row)
+                away = yield from mail.collect(step, row, going)
                 arrived = True
-            of_q, of_kv = (g.q_rows, (g.dq,)), (g.k_rows, (g.dk, g.dv))
-            (rows, parts), (away_rows, away_parts) = (of_kv, of_q) if queries else (of_q, of_kv)
-            for total, one_part in zip(here, parts, strict=True):
-                total.add(rows, one_part)
-            for n, one_part in enumerate(away_parts):
+            stay, go = (_of_keys(g), _of_queries(g)) if queries else (_of_queries(g), _of_keys(g))
+            for total, found in zip(here, stay.parts, strict=True):
+                total.add(stay.rows, found)
+            for n, found in enumerate(go.parts):
                 if away is None:
-                    there[n].add(away_rows, one_part)
+                    going[n].of_heads(of_going).add(go.rows, found)
                 else:
-                    away[n][away_rows.batch, :, away_rows.tokens] += one_part
+                    add_to(away[n][go.rows.batch, :, go.rows.tokens], found)
             if g.dbias is not None and job.bias is not None:
                 share = dbias[g.q_rows.tokens.start // grid if grid else 0]
                 job.bias.rule.part(share, part.heads)[1].add_(g.dbias)
+            del g, stay, go, found  # not kept while the next are made
         if not arrived:
-            yield from mail.wait(step, Moment.AFTER)
-            mail.gradients(row)
-        mail.bring_home(step, row, going)
+            away = yield from mail.collect(step, row, going)
+        if away is not None:
+            mail.bring_home(step, row, going)
+        mail.release(step, 2)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
-    return dq[0].sum.to(q.dtype), dkv[0].sum.to(k.dtype), dkv[1].sum.to(v.dtype), dbias
+    results = *(x.sum.to(q.dtype) for x in (dq, dk, dv)), dbias
+    leases.close()
+    return results
+
+
+class _Shares(NamedTuple):
+    """Of the gradients of one side, of some rows."""
+
+    rows: Rows
+    parts: tuple[Tensor, ...]
+
+
+def _of_queries(g: Gradients) -> _Shares:
+    return _Shares(g.q_rows, (g.dq,))
+
+
+def _of_keys(g: Gradients) -> _Shares:
+    return _Shares(g.k_rows, (g.dk, g.dv))
 
 
 def _with_keys(
@@ -216,10 +240,8 @@ class _Mail:
         self._job, self._pass, self._own, self._blocks = job, job.one, own, job.blocks
         self._me = job.schedule.ring_rank
         self._device = own[0].device
-        self._slots = {
-            key: job.pool.lease(n_bytes, self._device)
-            for key, n_bytes in job.blocks.slot_bytes(job.one, job.wire).items()
-        }
+        self._slots: dict[tuple[Payload, int], Tensor] = {}
+        self._slot_bytes = job.blocks.slot_bytes(job.one, job.wire)
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
         self.note = note if job.meter is None else job.meter.hearing(note)
@@ -229,7 +251,22 @@ class _Mail:
         """Wait for what a step computes with, and start the messages of those after it."""
         yield from self.wait(step, Moment.BEFORE)
         self._put_together(step, row, part)
+        self.release(step, 0)
         yield from self.post(step, Moment.BEFORE)
+
+    def collect(self, step: int, row: Any, own: Sequence[RowSum]) -> Generator[Any, Any, tuple[Tensor, ...] | None]:
+        """Wait for the gradients that are due. Where a step's gather (None: in `own`)."""
+        yield from self.wait(step, Moment.AFTER)
+        away = self.gradients(row)
+        if away is None:
+            self.bring_home(step, row, own)
+        self.release(step, 1)
+        return away
+
+    def release(self, step: int, third: int) -> None:
+        """Give back the buffers that nothing uses after this part of a step (`Pass.last_uses`)."""
+        for key in [k for k in self._slots if self._pass.last_uses[k] <= 3 * step + third]:
+            self._job.pool.give_back(self._slots.pop(key))
 
     def post(self, step: int, moment: Moment) -> Flow:
         """Start the messages of one step and moment, those together that are waited for together."""
@@ -282,8 +319,8 @@ class _Mail:
     def close(self) -> Flow:
         """Wait for everything and give the buffers back."""
         yield from self._wait_for_all()
-        for buffer in self._slots.values():
-            self._job.pool.give_back(buffer)
+        while self._slots:
+            self._job.pool.give_back(self._slots.popitem()[1])
         self.note(What.END)
 
     def _wait_for_all(self) -> Flow:
@@ -322,9 +359,12 @@ class _Mail:
 
     def _add_home(self, own: Sequence[RowSum], held: _Held) -> None:
         for mine, theirs in zip(own, self._views(held), strict=True):
-            home = mine.of_heads(self._heads(held.heads)).sum
+            home = mine.of_heads(self._heads(held.heads))
             for rows, place in self._own_rows(held.block):
-                home[:, :, rows] += theirs[:, :, place]
+                if isinstance(rows, slice):
+                    home.add(Rows(slice(0, None), rows), theirs[:, :, place])
+                else:
+                    home.add_rows(rows, theirs[:, :, place])
 
     def _own_rows(self, block: int) -> list[tuple[Any, slice]]:
         """Which of the rank's own rows a block holds, and where."""
@@ -388,8 +428,10 @@ class _Mail:
         return self._job.wire.of_heads(held.heads.stop - held.heads.start)
 
     def _buffer(self, held: _Held) -> Tensor:
-        n_bytes = self._wire(held).message_bytes(held.payload, self._blocks.rows(held.block))
-        return self._slots[held.payload, held.slot][:n_bytes]
+        key = held.payload, held.slot
+        if key not in self._slots:
+            self._slots[key] = self._job.pool.lease(self._slot_bytes[key], self._device)
+        return self._slots[key][: self._wire(held).message_bytes(held.payload, self._blocks.rows(held.block))]
 
     def _views(self, held: _Held) -> tuple[Tensor, ...]:
         wire, narrow = self._wire(held), self._own[0].dtype

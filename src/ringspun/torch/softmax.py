@@ -7,6 +7,7 @@ what it is given is a number. Both obey `ringspun.core.softmax`: ``(0, -inf)`` i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ringspun.errors import ShapeError
+from ringspun.torch.buffers import Room
 from ringspun.torch.kernels.base import Rows, accumulator_dtype
-from ringspun.torch.sums import without
+from ringspun.torch.scraps import scraps
+from ringspun.torch.sums import without, write_to
 
 
 def merge(
@@ -68,11 +71,17 @@ class RunningSoftmax:
     see numbers laid out as they came, for vector code rounds unlike the rest of a row.
 
     Args:
-        shape: of `out`, ``[..., T, D]``. dtype: of both, fp32 or fp64.
+        shape: of `out`, ``[..., T, D]``. dtype: of both, fp32 or fp64. room: gives the memory of `out`; default: new.
     """
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        room: Room | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.device, self._room = torch.Size(shape), dtype, device, room
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
         self._fresh = 0  # from this row on nothing was added yet, and what comes is written instead of merged
@@ -83,7 +92,7 @@ class RunningSoftmax:
         if heads == slice(0, self.shape[1]):
             return self
         if (heads.start, heads.stop) not in self._parts:
-            out, lse = self._room()
+            out, lse = self._memory()
             part = RunningSoftmax(out[:, heads].shape, self.dtype, self.device)
             part._out, part._lse = out[:, heads], lse[:, heads]
             self._parts[heads.start, heads.stop] = part
@@ -99,16 +108,19 @@ class RunningSoftmax:
         """Natural-log normaliser over all keys added so far; -inf where there were none."""
         return self._filled()[1]
 
-    def _room(self) -> tuple[Tensor, Tensor]:
+    def _memory(self) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
-            self._out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            self._lse = torch.empty(self.shape[:-1], dtype=self.dtype, device=self.device)
+            self._out = (self._room or self._new)(self.shape, self.dtype)
+            self._lse = self._new(self.shape[:-1], self.dtype)
         return self._out, self._lse
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(torch.Size(shape), dtype=dtype, device=self.device)
 
     def _filled(self, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Both, with the identity in rows up to `last` (default: all) that nothing was written to."""
         last = self.shape[-2] if last is None else last
-        out, lse = self._room()
+        out, lse = self._memory()
         for part in self._parts.values():
             part._filled(last)
         if last > self._fresh:
@@ -128,21 +140,23 @@ class RunningSoftmax:
         """
         rows = Rows(slice(0, None), slice(0, self.shape[-2])) if rows is None else rows
         first, last = rows.tokens.start, rows.tokens.stop
-        if self._out is None and out.shape == self.shape:
-            self._out, self._lse, self._fresh = out.to(self.dtype).add_(0.0), lse.to(self.dtype).add_(0.0), last
+        if self._out is None and out.shape == self.shape and out.dtype == lse.dtype == self.dtype:
+            self._out, self._lse, self._fresh = out.add_(0.0), lse.add_(0.0), last
             return
         fresh = first >= self._fresh and rows.of_all_batch_rows
-        whole, whole_lse = self._filled(first if fresh else last)
-        mine, mine_lse = whole[rows.batch][..., rows.tokens, :], whole_lse[rows.batch][..., rows.tokens]
+        running, running_lse = self._filled(first if fresh else last)
+        mine, mine_lse = running[rows.batch][..., rows.tokens, :], running_lse[rows.batch][..., rows.tokens]
         if fresh:
-            torch.add(out, 0.0, out=mine)
-            torch.add(lse, 0.0, out=mine_lse)
+            write_to(mine, out)
+            write_to(mine_lse, lse)
             self._fresh = last
             return
         lse, old = lse.to(self.dtype).contiguous(), mine_lse.contiguous()
         # Weights from the difference, not from the total: each is exact relative to itself, and they add up to 1.
         ahead = (lse - old.masked_fill(lse == -torch.inf, 0.0))[..., None]
-        mine.mul_(torch.sigmoid(-ahead)).addcmul_(out.to(self.dtype), torch.sigmoid(ahead))
+        whole = mine, out, torch.sigmoid(-ahead), torch.sigmoid(ahead)
+        for old_out, new_out, keep, take in [whole] if out.dtype == self.dtype else scraps(*whole):
+            old_out.mul_(keep).addcmul_(new_out.to(self.dtype), take)
         mine_lse.copy_(torch.logaddexp(old, lse))
 
     def add_sinks(self, sinks: Tensor, rows: slice) -> None:

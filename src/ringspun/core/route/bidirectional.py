@@ -63,7 +63,7 @@ class BoundBidirectional(Written):
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)
-        diary.compute(0, ring_rank, None)
+        diary.compute_own(self.own_step(backward=backward))
         for lane, place in ((self.up, ring_rank), (self.down, len(self.down.circle) - 1 - ring_rank)):
             lane.write(diary, place, backward=backward)
             if backward:

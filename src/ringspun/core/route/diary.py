@@ -50,6 +50,7 @@ class Diary:
     ring_rank: int
     tokens: Rows
     reader: int | None = None
+    _own_step: int = 0
     _steps: dict[int, dict[StepColumn, int | Stay]] = field(default_factory=dict)
     _messages: list[_Message] = field(default_factory=list)
     _stays: list[Stay] = field(default_factory=list)
@@ -62,6 +63,11 @@ class Diary:
         if stay is not None:
             self._keep(stay, 3 * step + 2)
             self._note(step, SLOT=stay)
+
+    def compute_own(self, step: int) -> None:
+        """The rank's own rows are computed at that step, and at none before it."""
+        self._own_step = step
+        self._note(step, SOURCE=self.ring_rank)
 
     def gather(self, step: int, block: int, arrived: Stay | None) -> Stay:
         """The gradients of a step's block gather there; with what others gathered, where that has `arrived`."""
@@ -102,7 +108,10 @@ class Diary:
         steps[:, StepColumn.STRIDES] = 1
         steps[:, [StepColumn.SOURCE, StepColumn.HOME]] = self.ring_rank
         steps[:, StepColumn.READER] = self.ring_rank if self.reader is None else self.reader
+        steps[: self._own_step, StepColumn.READER] = NONE  # where nothing else is computed
         for step, noted in self._steps.items():
+            if step < self._own_step and StepColumn.SOURCE in noted:
+                steps[step, StepColumn.READER] = self.ring_rank
             for column, value in noted.items():
                 steps[step, column] = value.slot if isinstance(value, Stay) else value
         table = np.array(list(map(self._row, self._messages)), np.int64).reshape(-1, len(MessageColumn))
@@ -134,7 +143,8 @@ class Diary:
 
 
 class Written(BoundRoute):
-    """A route whose passes are told by diaries."""
+    """A route whose passes are told by diaries. Backward computes a rank's own rows last: behind them the gradients
+    that come home are waited for, and until then nobody holds a sum of its own beside those that travel."""
 
     @property
     @abstractmethod
@@ -155,6 +165,10 @@ class Written(BoundRoute):
 
     def backward(self, ring_rank: int) -> Legs:
         return self.write(ring_rank, backward=True).legs(self.count + (self.tail if self.count > 1 else 0))
+
+    def own_step(self, *, backward: bool) -> int:
+        """When a rank computes with its own rows."""
+        return self.count if backward and self.count > 1 else 0
 
 
 def _moment(payload: Payload) -> Moment:

@@ -58,7 +58,7 @@ class BoundDirect(Written):
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)
-        diary.compute(0, ring_rank, None)
+        diary.compute_own(self.own_step(backward=backward))
         reads, owns = self.reader == ring_rank, self.owner == ring_rank
         sources = dict(zip(self.owner[reads].tolist(), self.block[reads].tolist(), strict=True))
         readers = dict(zip(self.reader[owns].tolist(), self.block[owns].tolist(), strict=True))

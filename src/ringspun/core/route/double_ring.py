@@ -90,7 +90,7 @@ class BoundDoubleRing(Written):
         before, after = (
             int(self._block(mine, lap)) for lap in (1, -1)
         )  # this rank's place in the nodes beside its own
-        diary.compute(0, ring_rank, None)
+        diary.compute_own(self.own_step(backward=backward))
         entered: Stay | None = None
         for lap in range(int(laps.max()) + 1):
             begin, then = lap * self.inner, (lap + 1) * self.inner

@@ -51,7 +51,7 @@ class BoundPieces(Written):
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)
-        diary.compute(0, ring_rank, None)
+        diary.compute_own(self.own_step(backward=backward))
         for lane in self.lanes:
             lane.write(diary, ring_rank, backward=backward)
             if backward:

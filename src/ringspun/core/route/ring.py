@@ -8,7 +8,9 @@
 
 A block stops at the last rank that needs it (a *cut* hop). In backward the gradients of a block gather from the first
 rank that computes with it, follow it down the ring one step behind, and go straight home from the last one; the home
-rank keeps its own share and adds what arrives. Blocks may be smaller than a shard (`ringspun.core.route.pieces`).
+rank keeps its own share and adds what arrives. Backward computes its own block last: the gradients that come home are
+waited for behind it, and until then nobody holds a sum of its own beside those that travel. Blocks may be smaller than
+a shard (`ringspun.core.route.pieces`).
 Source: Ring Attention, arXiv 2310.01889, there with R hops and no cuts.
 """
 
@@ -97,8 +99,11 @@ class BoundRing(BoundRoute):
         return legs(self._steps(ring_rank, self._hops + 1), self._blocks(ring_rank))
 
     def backward(self, ring_rank: int) -> Legs:
-        # one step more than forward, to wait for the gradients that come home last
+        # one step more than forward, for the gradients that come home last
         steps = self._steps(ring_rank, self._hops + 2 if self._hops else 1)
+        if self._hops:
+            steps[0, StepColumn.READER] = NONE
+            steps[-1, [StepColumn.SOURCE, StepColumn.SLOT]] = ring_rank, OWN
         t, source = np.arange(len(steps)), steps[:, StepColumn.SOURCE]
         travels = (self.first[source] <= t) & (t <= self.last[source])
         steps[:, StepColumn.GRAD_SLOT] = np.where(travels, t % SLOTS, OWN)

@@ -21,6 +21,7 @@ from ringspun.torch.kernels.base import (
     plain_only,
     tile_rows,
 )
+from ringspun.torch.scraps import scraps
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,6 +31,10 @@ FEW = 512
 """A bfloat16 piece of up to this many rows or keys is computed in float32: rounding each partial result to bfloat16
 would otherwise be the largest error of a ring (8 ranks over one, rms of dq: 1.25 without, 1.0 with), and costs no time
 to avoid: the op's bfloat16 is faster only from 768 rows on. Masked pieces always are; their blocks are slower in it."""
+
+
+ROWS = 2048
+"""Rows of one call of the op's backward at most: its dq, and the copy that it makes of dout, are no longer."""
 
 
 class AtenCpu(Kernel):
@@ -55,11 +60,10 @@ class AtenCpu(Kernel):
 
     def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
         for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
-            q, k, v = _operands(block, q_rows, k_rows, piece.masked)
             if not piece.masked:
-                out, lse = _forward(q, k, v, scale=block.scale)
-                yield Partial(q_rows, _columns(out, block.v.shape[-1]), lse)
+                yield _whole(block, q_rows, k_rows)
                 continue
+            q, k, v = _operands(block, q_rows, k_rows, piece.masked)
             parts = (
                 (a, b, *_forward(_rows(q, a, b), _rows(k, c, d), _rows(v, c, d), attn_mask=mask, scale=block.scale))
                 for a, b, c, d, mask in bands.row_blocks(piece, self.sizes.block, q.dtype)
@@ -67,18 +71,32 @@ class AtenCpu(Kernel):
             if piece.alone:  # nothing to merge with, in this tile: each block is written where it belongs
                 for a, b, out, lse in parts:
                     yield Partial(_within(q_rows, a, b), _columns(out, block.v.shape[-1]), lse)
-                continue
-            _, _, outs, lses = zip(*parts, strict=True)
-            yield Partial(q_rows, _columns(torch.cat(outs, 2), block.v.shape[-1]), torch.cat(lses, 2))
+            else:
+                outs, lses = list(zip(*parts, strict=True))[2:]
+                joined = torch.cat(outs, 2), torch.cat(lses, 2)
+                del outs, lses
+                yield Partial(q_rows, _columns(joined[0], block.v.shape[-1]), joined[1])
+                del joined
+            del q, k, v  # copies, perhaps; gone before those of the next piece are made
 
     def backward(self, block: Block, saved: Saved, tiles: StepTiles) -> Iterator[Gradients]:
         for q_rows, k_rows, piece in _pieces(tiles, self.sizes):
-            given = _Backward.of(block, saved, q_rows, k_rows, piece.masked)
             if not piece.masked:
-                yield Gradients(q_rows, k_rows, *given.gradients())
+                for first in range(piece.q0, piece.q1, ROWS):
+                    some = Rows(q_rows.batch, slice(first, min(first + ROWS, piece.q1)))
+                    yield Gradients(some, k_rows, *_Backward.of(block, saved, some, k_rows, False).gradients())
                 continue
+            given = _Backward.of(block, saved, q_rows, k_rows, piece.masked)
             for a, b, c, d, mask in bands.key_blocks(piece, self.sizes.block, given.q.dtype):
-                yield Gradients(_within(q_rows, a, b), _within(k_rows, c, d), *given.part(a, b, c, d).gradients(mask))
+                rows = _within(q_rows, a, b), _within(k_rows, c, d)
+                yield Gradients(*rows, *given.part(a, b, c, d).gradients(mask))
+            del given  # copies, perhaps; gone before those of the next piece are made
+
+
+def _whole(block: Block, q_rows: Rows, k_rows: Rows) -> Partial:
+    """All keys of a piece for all its rows."""
+    out, lse = _forward(*_operands(block, q_rows, k_rows, masked=False), scale=block.scale)
+    return Partial(q_rows, _columns(out, block.v.shape[-1]), lse)
 
 
 class _Backward(NamedTuple):
@@ -107,6 +125,7 @@ class _Backward(NamedTuple):
             dout, out = torch.cat([dout, torch.ones_like(delta)], -1), torch.cat([torch.zeros_like(dout), delta], -1)
         size = max(q.shape[-1], dout.shape[-1])
         dout, q, k, v, out = (_pad(x, size) for x in (dout, q, k, v, out))
+        dout = dout.transpose(1, 2).contiguous().transpose(1, 2)  # the op would copy each part of it to this
         lse = saved.lse[q_rows.batch, :, q_rows.tokens]
         return cls(dout, q, k, v, out, lse, block.scale, (block.q.shape[-1], block.v.shape[-1]))
 
@@ -126,12 +145,16 @@ def _stand_in(dout: Tensor, delta: Tensor) -> Tensor | None:
     """Something for `out`, where it is not there, that the op makes the same `delta` of: ``dout * delta / |dout|^2``.
     It takes no column more, which would cost a tenth of the op's time, and rounding it to bf16 is no worse than
     rounding `out`. None where no such thing can be written: where dout is zero, or next to it, and delta is not."""
-    wide = dout.to(delta.dtype)
-    most = wide.abs().amax(-1, keepdim=True)  # taken out first, so that no square over- or underflows
-    unit = torch.where(most == 0, 0.0, wide / most)
-    found = (unit * (delta / most / unit.square().sum(-1, keepdim=True))).to(dout.dtype)
-    found = torch.where((most == 0) & (delta == 0), 0.0, found)
-    return found if bool(found.isfinite().all()) else None
+    found = torch.empty_like(dout)
+    for into, some, its in scraps(found, dout, delta):
+        wide = some.to(delta.dtype)
+        most = wide.abs().amax(-1, keepdim=True)  # taken out first, so that no square over- or underflows
+        unit = torch.where(most == 0, 0.0, wide / most)
+        unit *= its / most / unit.square().sum(-1, keepdim=True)
+        into.copy_(unit).masked_fill_((most == 0) & (its == 0), 0.0)
+        if not bool(into.isfinite().all()):
+            return None
+    return found
 
 
 def _pieces(tiles: StepTiles, sizes: bands.Sizes) -> Iterator[tuple[Rows, Rows, bands.Piece]]:
