@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check support-table bench faults soak mutation clean
+.PHONY: env demo test lint check support-table bench peers faults soak mutation clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -31,6 +31,11 @@ support-table: env
 
 bench: env
 	$(BIN)/ringspun bench ring --ranks 2,4 --seq-len 16384
+
+# Half an hour, on an idle machine. Only who is installed: $(BIN)/pip install --no-deps -r benchmarks/peers.txt
+peers: env
+	OMP_NUM_THREADS=1 $(BIN)/ringspun bench peers --save benchmarks/results/peers.json --plot benchmarks/results/peers.png \
+	    > benchmarks/results/$$(date +%F)-bench_peers.md
 
 # Half an hour each, on an idle machine: what faults do to attention, and whether it stays right and small for long.
 faults: env

@@ -19,16 +19,12 @@ import torch
 
 from ringspun import Balanced, Causal, Contiguous, Documents, Layout, Mask, Window, Zigzag
 from ringspun.core import regions
+from ringspun.testing.cases import LONG_TAILED
 from ringspun.testing.pool import RankPool
 from ringspun.testing.timing import Work, paired_ratio, time_on_rank
 from ringspun.torch import ContextParallel, Loopback
 
 SEQ_LEN, RANKS, HEADS, HEAD_SIZE = 16384, 2, 4, 64
-DOCUMENTS = (
-    *(61, 348, 1210, 94, 205, 3170, 27, 512, 733, 158, 42, 2048, 389, 77, 901, 266),
-    *(133, 18, 1537, 457, 110, 52, 624, 301, 1022, 84, 170, 35, 230, 566, 680, 124),
-)
-"""Lengths of 32 documents, long-tailed; 16,384 tokens in all."""
 
 
 def even(window: int) -> Layout:
@@ -42,7 +38,7 @@ CASES: tuple[tuple[Mask, Layout, float], ...] = (
     (Window(2048), even(2048), 0.15),
     (Window(1024), even(1024), 0.30),
     (Window(512), even(512), 0.45),
-    (Causal() & Documents(DOCUMENTS), Balanced(), 0.25),
+    (Causal() & Documents(LONG_TAILED), Balanced(), 0.25),
 )
 """Masks, a layout that balances each on two ranks (the busier has at most 3 % more pairs in all), and the bar."""
 
@@ -85,7 +81,7 @@ def row(run: Callable[[Work], float], mask: Mask, layout: Layout, bar: float, pa
     ratio = paired_ratio(ours, theirs)
     of_pairs = _pairs(mask) / _pairs(Causal())
     low, middle, high = (100 * (x / of_pairs - 1) for x in (ratio.low, ratio.median, ratio.high))
-    name = str(mask) if len(str(mask)) < 40 else f"causal & {len(DOCUMENTS)} documents"
+    name = str(mask) if len(str(mask)) < 40 else f"causal & {len(LONG_TAILED)} documents"
     return (
         f"| {name} | {layout} | {median(ours):.3f} | {median(theirs):.3f} | {ratio.median:.4f} | {of_pairs:.4f} "
         f"| {middle:.1f} % | {low:.1f} to {high:.1f} % | {100 * bar:.0f} % |"

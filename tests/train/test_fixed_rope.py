@@ -79,6 +79,20 @@ def test_P6_frequencies_do_not_follow_a_shard(kind: str, layout: Layout) -> None
         assert not torch.allclose(fresh(x, positions[:, part.slices[0]])[0], theirs[:, part.slices[0]], atol=1e-3)
 
 
+def test_P10_keys_rotated_for_another_length_cannot_be_cached() -> None:
+    """There is no cache on a ring whose keys a longer sequence would need rotated anew: a call that asks for one is
+    refused, and what a longer one gives is what it gives from scratch."""
+    model, ring = prepare(hf.rotated(LONGROPE, S)), hf.loopback(2)
+    part = ring.partition(12)
+    call = {**part.shard_batch({"input_ids": hf.token_ids()[:, :12]}), "ringspun_plan": part.plan(Causal())}
+    with pytest.raises(UnsupportedByRing, match="use_cache must be None on a ring"):
+        model(**call, use_cache=True)
+    short = part.gather(model(**call).logits, dim=1)
+    longer = ring.partition(S)
+    whole = model(**longer.shard_batch({"input_ids": hf.token_ids()}), ringspun_plan=longer.plan(Causal())).logits
+    torch.testing.assert_close(longer.gather(whole, dim=1)[:, :12], short, rtol=1e-12, atol=1e-12)
+
+
 def test_P6_without_a_length_the_line_to_write_is_said() -> None:
     with pytest.raises(
         UnsupportedByRing, match=r"Before prepare, .*: ringspun\.train\.fixed_rope\.fix_rope\(model, seq"

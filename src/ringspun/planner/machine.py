@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from ringspun.core.accounting import memory
-from ringspun.core.schedule import Schedule
+from ringspun.core.layout import Contiguous
+from ringspun.core.mask import Full
+from ringspun.core.route import Ring
+from ringspun.core.schedule import Geometry, Schedule
 from ringspun.core.wire import Format
 
 
@@ -15,7 +18,7 @@ def ring_peak_bytes(alone_bytes: int, schedule: Schedule, wire: Format) -> int:
             (`ringspun.testing.timing.peak_on_rank` with one rank): outputs, accumulators and the kernel's workspace,
             which no schedule knows. schedule: the rank's. wire: of its messages.
     Returns:
-        that, with the schedule's blocks in flight and their gradients.
+        that, with what the rank's count is larger by: blocks in flight, their gradients, other tiles.
     """
-    items = memory(schedule, wire)
-    return alone_bytes + items.block_slots + items.gradient_slots
+    (alone,) = Geometry(1, (0,), Contiguous(), Ring()).schedule(Full(), schedule.local_tokens)
+    return alone_bytes + memory(schedule, wire).total - memory(alone, wire).total

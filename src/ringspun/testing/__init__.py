@@ -17,10 +17,11 @@
     campaign.py    the same call under many faults, and what came of each
     soak.py        another plan in every call, for as long as one likes
     timing.py      paired timings of two things, taken in turns
+    peers/         other attentions over ranks, judged and timed beside ours
     torch.py       a case on a ring, and dense attention in the same dtype
 
-What certifies is exported here and needs NumPy alone. `candidates`, `pool`, `timing`, `torch`, and all from `faults` to
-`soak`, need torch.
+What certifies is exported here and needs NumPy alone. `candidates`, `peers`, `pool`, `timing`, `torch`, and all from
+`faults` to `soak`, need torch.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ from ringspun.core.layout import Balanced, Contiguous, DocumentZigzag, Layout, S
 from ringspun.core.mask import Anchors, Band, Blocks, Causal, Chunks, Documents, Full, Mask, Prefix, Window
 from ringspun.core.reference import Reference, attention_with_gradients
 
+LONG_TAILED = (
+    *(61, 348, 1210, 94, 205, 3170, 27, 512, 733, 158, 42, 2048, 389, 77, 901, 266),
+    *(133, 18, 1537, 457, 110, 52, 624, 301, 1022, 84, 170, 35, 230, 566, 680, 124),
+)
+"""Lengths of 32 packed documents, as they come in practice: many short, few long; 16,384 tokens in all."""
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped(), Striped(128), DocumentZigzag(), Balanced())
 
 

@@ -16,21 +16,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ringspun.core.checks import Checks
 from ringspun.core.degrees import Degrees, HeadSplit
 from ringspun.core.partition import Partition, Sides
-from ringspun.core.route.base import Action
-from ringspun.core.wire import Header, Payload, segments
-from ringspun.steplog import StepLog, What
-from ringspun.torch import messages, sharding
+from ringspun.torch import sharding
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver
-from ringspun.torch.drivers.base import RankProgram, Transfer, digest_of
+from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.kernels.base import accumulator_dtype
+from ringspun.torch.swap import Swap, swapped
 
 TOPIC = "an exchange of heads"
 
@@ -41,23 +38,6 @@ class Kind(NamedTuple):
 
     keys: bool
     message: int
-
-
-@dataclass(frozen=True)
-class Swap:
-    """What one rank does in an exchange, v counting the ranks of its row.
-
-    Args:
-        rank: of the group. mine: its v. row: ranks. sent: ``sent[v][i]``, what v gets of tensor i. shapes:
-            ``shapes[v][i]``, of what comes. put: ``put(v, i, x)`` places what came; called in the order of v.
-    """
-
-    rank: int
-    mine: int
-    row: tuple[int, ...]
-    sent: list[list[Tensor]]
-    shapes: list[list[tuple[int, ...]]]
-    put: Callable[[int, int, Tensor], None]
 
 
 @dataclass(eq=False)
@@ -161,62 +141,9 @@ class Exchange:
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
         ranks = zip(self.driver.ring_ranks, state.logs, strict=True)
-        self.driver.run([self._swapped(of_rank(rank), kinds, number, log) for rank, log in ranks])
-
-    def _swapped(self, swap: Swap, kinds: Sequence[Kind], call: int, log: StepLog) -> RankProgram[None]:
-        """What one rank sends and receives, a message of a number to and from every other rank of its row."""
-        log.note(call, 0, What.CALL)
-        sums, leased, waiting = self.checks.sums(call), list[Tensor](), []
-        found = [
-            list(parts) if v == swap.mine else [x.new_empty(0) for x in parts] for v, parts in enumerate(swap.sent)
-        ]
-        for step in range(1 + max(kind.message for kind in kinds)):
-            which = [i for i, kind in enumerate(kinds) if kind.message == step]
-            transfers, expected = [], []
-            for v, peer in enumerate(swap.row):
-                if v == swap.mine:
-                    continue
-                for action, source, shapes in (
-                    (Action.SEND, swap.rank, [tuple(x.shape) for x in swap.sent[v]]),
-                    (Action.RECEIVE, peer, swap.shapes[v]),
-                ):
-                    some = [shapes[i] for i in which]
-                    if not any(map(np.prod, some)):
-                        continue
-                    dtypes = [swap.sent[v][i].dtype for i in which]
-                    spots, length = segments(some, [d.itemsize for d in dtypes])
-                    leased.append(self.pool.lease(length, swap.sent[v][which[0]].device))
-                    message = leased[-1][:length]
-                    header = Header(self.plan_id, call, 0, Payload.HEADS, step, source, length)
-                    views = messages.views(message, spots, dtypes)
-                    if action == Action.SEND:
-                        for i, view in zip(which, views, strict=True):
-                            view.copy_(swap.sent[v][i])
-                        messages.seal(message, header, sums=sums)
-                    else:
-                        messages.clear(message)
-                        expected.append((message, header))
-                        for i, view in zip(which, views, strict=True):
-                            found[v][i] = view
-                    posted = What.SEND if action == Action.SEND else What.RECEIVE
-                    log.note(call, 0, posted, step, 0, Payload.HEADS, source, peer, length)
-                    words = f"heads of rank {source} at step {step} of call {call}"
-                    transfers.append(Transfer(action, peer, message, words, header))
-            waiting.append((step, (yield transfers), expected))
-        for step, ticket, expected in waiting:
-            log.note(call, 0, What.WAIT, step, 0)
-            yield ticket
-            log.note(call, 0, What.LANDED, step, 0)
-            for message, header in expected:
-                words = f"rank {swap.rank}: the heads that rank {header.source} sent at step {step} of call {call}"
-                messages.check(message, header, words, sums=sums)
-        for v, parts in enumerate(found):
-            for i, part in enumerate(parts):
-                if part.numel():
-                    swap.put(v, i, part)
-        for buffer in leased:
-            self.pool.give_back(buffer)
-        log.note(call, 0, What.END)
+        numbers = [kind.message for kind in kinds]
+        told = self.plan_id, number, self.checks.sums(number)
+        self.driver.run([swapped(of_rank(rank), numbers, self.pool, *told, log) for rank, log in ranks])
 
     def _agree(self, xs: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit) -> None:
         """Agree with all ranks on what is exchanged, whenever it changes: gloo aborts a process for a wrong length."""

@@ -35,7 +35,7 @@ def peak_memory() -> Iterator[Peak]:
     # The profiler's library announces each start and stop on standard error, unless told not to by then.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     peak = Peak()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         yield peak
     results = record.profiler.kineto_results
     events = [event for event in results.events() if event.name() == "[memory]"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringspun.core.host import is_integer
 from ringspun.core.route.base import (
     NONE,
     OWN,
@@ -56,7 +57,7 @@ class AllGather(Route):
 
     def __post_init__(self) -> None:
         n = self.strides
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        if n is not None and not (is_integer(n) and n >= 1):
             raise PlanError(
                 f"strides must be a number of parts of the KV heads >= 1; got {n!r}. None: as many as ranks."
             )
