@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core import ways
 from ringspun.core.accounting import account, imbalance, memory, sources
+from ringspun.core.geometry import Geometry
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, buffer_bytes
 from tests.core import strategies
 

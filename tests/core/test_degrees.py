@@ -11,11 +11,11 @@ from ringspun import Causal, Contiguous, Full, Striped, Zigzag
 from ringspun.core.accounting import account, exchanged
 from ringspun.core.choice_of_degrees import choose_degrees, of_ring, sent
 from ringspun.core.degrees import Degrees, HeadSplit
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout.in_parts import InParts
 from ringspun.core.links import Link, Links
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry
 from ringspun.core.ways import WANTED, taken
 from ringspun.core.wire import Format, Side
 from ringspun.errors import PlanError

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag, parse_route
 from ringspun.core import accounting
 from ringspun.core import tiles as tl
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout.base import STEP
 from ringspun.core.links import Link, Links
 from ringspun.core.partition import Partition
@@ -30,7 +31,6 @@ from ringspun.core.route import (
     double_ring,
 )
 from ringspun.core.route.base import Action, MessageColumn, Needs, StepColumn
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format, Payload, heads_of
 from ringspun.errors import PlanError
 from tests.core import strategies

@@ -17,11 +17,12 @@ from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core import ways
 from ringspun.core.accounting import account, memory
+from ringspun.core.geometry import Geometry
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.readings import of_route
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, InOrder, Ring
 from ringspun.core.route.base import BoundRoute, MessageColumn, StepColumn
-from ringspun.core.schedule import Geometry, compile_schedules, cuts_of
+from ringspun.core.schedule import compile_schedules, cuts_of
 from ringspun.core.wire import Format, Payload, Side, buffer_bytes
 from ringspun.errors import PlanError
 from tests.core import strategies

@@ -18,7 +18,7 @@ from ringspun.errors import TransferError
 from ringspun.torch import ContextParallel, Loopback, messages
 from ringspun.torch.checksum import BLOCK, checksum, weighted_sum
 from ringspun.torch.drivers import Transfer
-from ringspun.torch.ring import _Mail
+from ringspun.torch.mail import Mail
 
 SUMS = (checksum, weighted_sum)
 
@@ -207,14 +207,14 @@ def test_memory_that_holds_the_very_end_mark_expected_does_not_pass_for_one(chec
 
 def test_what_a_relaying_rank_s_memory_does_to_a_block_raises(monkeypatch):
     """A block keeps its owner's checksum: one made afresh would confirm what was spoilt after it was checked."""
-    check = _Mail._check
+    check = Mail._check
 
     def check_and_spoil(mail, buffer, header, peer):
         check(mail, buffer, header, peer)
         if (mail._me, header.source) == (1, 0):
             buffer[HEADER_BYTES + 4] ^= 1
 
-    monkeypatch.setattr(_Mail, "_check", check_and_spoil)
+    monkeypatch.setattr(Mail, "_check", check_and_spoil)
     with pytest.raises(
         TransferError, match="ring rank 2: the KV block of ring rank 0 that ring rank 1 sent at step 1 "
     ):

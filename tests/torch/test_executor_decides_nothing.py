@@ -13,8 +13,9 @@ from on_ranks import run_cases
 
 from ringspun import Causal, Contiguous, Full, Zigzag
 from ringspun.core import tiles as tl
+from ringspun.core.passes import Pass
 from ringspun.core.route.base import Action, MessageColumn
-from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.errors import TransferError
 from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring

@@ -224,7 +224,7 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
     """Bytes that the busiest rank sends, in how many hops of its ring, and how long its link would take at its peak."""
     from ringspun.core.accounting import account, exchanged
     from ringspun.core.degrees import Degrees, HeadSplit
-    from ringspun.core.schedule import Geometry
+    from ringspun.core.geometry import Geometry
     from ringspun.core.ways import taken
     from ringspun.core.wire import Format
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from ringspun.core import tiles as tl
 from ringspun.core.degrees import Degrees, HeadSplit
 from ringspun.core.partition import Sides
+from ringspun.core.passes import Pass
 from ringspun.core.route.base import OWN, Action, MessageColumn, StepColumn, carried, pack_slot
-from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.core.ways import Turned
 from ringspun.core.wire import LARGER, Format, Payload, Side, buffer_bytes, segments
 

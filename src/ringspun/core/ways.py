@@ -25,9 +25,10 @@ from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
+from ringspun.core.passes import Blocks, Pass, attach, nothing_gathered
 from ringspun.core.readings import Gathered, Readings, of_route
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Route
-from ringspun.core.schedule import Blocks, Origin, Pass, Schedule, attach, cuts_of, nothing_gathered
+from ringspun.core.schedule import Origin, Schedule, cuts_of
 from ringspun.core.wire import Format, Payload, Side
 from ringspun.errors import PlanError
 

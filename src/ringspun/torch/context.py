@@ -21,12 +21,13 @@ import torch.utils.data
 from ringspun.core.checks import Checks
 from ringspun.core.choice_of_degrees import of_ring
 from ringspun.core.degrees import Inner
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.links import Links
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Ring, Route
-from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
+from ringspun.core.schedule import Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import parse_route, shown
 from ringspun.core.ways import WANTED
 from ringspun.core.wire import Side

@@ -14,7 +14,8 @@ from torch import Tensor
 from ringspun.core import ways
 from ringspun.core.checks import Checks
 from ringspun.core.partition import Sides
-from ringspun.core.schedule import Blocks, Pass, Schedule
+from ringspun.core.passes import Blocks, Pass
+from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format, Side
 from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.steplog.meter import Meter
@@ -23,6 +24,7 @@ from ringspun.torch.bias import FunctionRule, RankBias, Rule
 from ringspun.torch.buffers import BufferPool, Leases, in_lines
 from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.job import Job
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.ops import Grads
@@ -140,7 +142,7 @@ class Calls:
 
     def jobs(
         self, q: Tensor, wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None, of: int | None = None
-    ) -> list[ring.Job]:
+    ) -> list[Job]:
         """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
@@ -151,7 +153,7 @@ class Calls:
         for schedule, walk, log, meter in zip(self.schedules, walks, state.logs, meters, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, walk)
             what = schedule, walk.one, walk.blocks, walk.tiles, kernel, wire, self.pool, terms, bias
-            jobs.append(ring.Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter))
+            jobs.append(Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter))
         return jobs
 
     def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, walk: Walk) -> RankBias:

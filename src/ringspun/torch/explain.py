@@ -10,8 +10,9 @@ from ringspun.core import accounting, ways
 from ringspun.core.choice import Weighed
 from ringspun.core.choice_of_degrees import WeighedDegrees
 from ringspun.core.degrees import Degrees
+from ringspun.core.passes import Blocks, Pass
 from ringspun.core.route.base import NONE, Action, MessageColumn, StepColumn, carried
-from ringspun.core.schedule import Blocks, Pass, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format, Side
 from ringspun.torch.kernels import Call, Kernel, verdicts
 

@@ -92,7 +92,7 @@ class Cutting(Enum):
     another's. PIECES: so are the first R; of n pieces (`Route.pieces`), R + n * r and the n - 1 that follow it are
     equal parts, in order, of the rows of rank r that travel.
     GATHERED: as READERS; and what a rank computes with is one more block, put together of its shard and of all that it
-    needs (`ringspun.core.schedule.Schedule.whole`). UNITS: block n is the n-th unit of the sequence (`Route.grid`).
+    needs (`ringspun.core.passes.Blocks.whole`). UNITS: block n is the n-th unit of the sequence (`Route.grid`).
     """
 
     SHARDS = auto()
