@@ -27,8 +27,8 @@ import xxhash
 
 from ringspun import Causal, Zigzag
 from ringspun.core.accounting import account
+from ringspun.core.geometry import Geometry
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format
 from ringspun.testing.pool import RankPool
 from ringspun.testing.timing import Work, paired_ratio, time_on_rank

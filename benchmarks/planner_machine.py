@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from ringspun import Causal, Contiguous, Direct, Full, Ring, Zigzag
-from ringspun.core.schedule import Geometry
+from ringspun.core.geometry import Geometry
 from ringspun.core.wire import Format
 from ringspun.planner.machine import ring_peak_bytes
 from ringspun.testing.pool import RankPool

@@ -25,7 +25,7 @@ class Listening(Loopback):
 def test_every_change_of_shape_is_agreed_on_and_no_repetition():
     """Shapes A and B both agreed on long ago; then one rank calls with A, another with B: gloo aborts the process."""
     ring = Listening(3)
-    plan = ContextParallel(ring).plan(S, Causal())
+    plan = ContextParallel(ring, backward="keys").plan(S, Causal())
     ring.topics.clear()
     for batch in (1, 1, 3, 3, 1):
         x = torch.randn(batch, H, S, D, requires_grad=True)
@@ -34,3 +34,15 @@ def test_every_change_of_shape_is_agreed_on_and_no_repetition():
         [batch for topic, batch in ring.topics if ("backward" in topic) == wanted] for wanted in (False, True)
     )
     assert forward == backward == ["1", "3", "1"]
+
+
+def test_queries_that_travel_are_agreed_on_between_forward_and_backward():
+    """Messages of keys and of queries are of two lengths: a rank may not go on to backward while another is not."""
+    ring = Listening(3)
+    plan = ContextParallel(ring, backward="queries").plan(S, Causal())
+    ring.topics.clear()
+    x = torch.randn(1, H, S, D, requires_grad=True)
+    for layers in (1, 2):
+        outs = [plan.attention(x, x, x) for _ in range(layers)]
+        sum(out.sum() for out in outs).backward()
+    assert ["backward" in topic for topic, _ in ring.topics] == [False, True, False, True], "once for both layers"

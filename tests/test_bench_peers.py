@@ -14,8 +14,8 @@ from torch.distributed import _functional_collectives as collectives
 
 from ringspun.core import regions
 from ringspun.core.accounting import account
+from ringspun.core.geometry import Geometry
 from ringspun.core.mask import Causal, Documents, Full, Window
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format
 from ringspun.testing.cases import LONG_TAILED
 from ringspun.testing.peers import PEERS, comparing

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 import typer.main
 
 import ringspun
+from ringspun.core.geometry import Geometry
 from ringspun.core.route import Ring
 from ringspun.core.route.base import Action, MessageColumn
-from ringspun.core.schedule import Geometry
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.kernels import KERNELS
 

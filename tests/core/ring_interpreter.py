@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, Rows, StepColumn, pack_slot
-from ringspun.core.wire import Payload
+from ringspun.core.wire import Payload, Side
 
 
 class Fault(AssertionError):
@@ -82,7 +82,7 @@ class Rank:
 
     def __init__(self, rank, size, legs, computes, tokens, owners, wires, parts=()):
         self.rank, self.legs, self.computes, self.tokens, self.wires = rank, legs, computes, tokens, wires
-        self.size, self.owners = size, owners
+        self.size, self.owners, self.side = size, owners, getattr(legs, "side", Side.KEYS)
         self.parts, self.whole = set(parts), len(owners)
         self.slots = defaultdict(Slot)
         self.own = defaultdict(Counter)
@@ -123,13 +123,13 @@ class Rank:
 
     def put_together(self, step, row):
         source, slot, stride = row[0], row[1], row[StepColumn.STRIDE]
-        came = dict(self.unpacked(step, Payload.KV))
+        came = dict(self.unpacked(step, self.side.block))
         where = f"rank {self.rank}, step {step}: puts together {sorted(came)}"
         if source != self.whole or step not in self.computes:
             return
         foreign = {part for part in self.parts if self.owners[part] != self.rank}
         check(came.keys() == foreign and all(p.stride == stride for p in came.values()), where)
-        place = self.slots[Payload.KV, slot]
+        place = self.slots[self.side.block, slot]
         check(not place.sending and not place.receiving, f"{where}, over what is under way")
         place.owner, place.stride = source, stride
 
@@ -151,7 +151,7 @@ class Rank:
                     own = self.owners[source] == self.rank
                     check(not place.sending and not place.receiving, f"{where}: packs over what is under way")
                     place.owner, place.stride = source, stride
-                    if payload == Payload.KV:
+                    if payload == self.side.block:
                         check(own, f"{where}: packs what is not its own")
                     else:
                         whole = self.slots[payload, self.legs.steps[step, StepColumn.GRAD_SLOT]]
@@ -175,7 +175,7 @@ class Rank:
         if slot == OWN:
             check(self.owners[source] == self.rank, f"{where}, its own")
         else:
-            place = self.slots[Payload.KV, slot]
+            place = self.slots[self.side.block, slot]
             held = not place.receiving and (place.owner, place.stride) == (source, stride)
             check(held, f"{where}, which holds {place.owner}")
 
@@ -187,7 +187,7 @@ class Rank:
                 check(self.owners[source] == self.rank, f"{where}: not its own")
                 self.own[source][reader] += 1
         else:
-            place = self.slots[Payload.DKV, slot]
+            place = self.slots[self.side.gradients, slot]
             idle = not place.sending and not place.receiving
             if fresh:
                 check(idle, f"{where}: zeroes what is under way")
@@ -197,11 +197,11 @@ class Rank:
                 check(idle, f"{where}: adds to what is under way")
                 place.added[reader] += 1
         if home != NONE:
-            place = self.slots[Payload.DKV, home]
+            place = self.slots[self.side.gradients, home]
             mine = home_block == self.whole or self.owners[home_block] == self.rank
             check(not place.receiving and mine and place.owner == home_block, f"{where}: not home, holds {place.owner}")
             self.own[self.rank if home_block == self.whole else home_block] += place.added
-        for block, place in self.unpacked(step, Payload.DKV):
+        for block, place in self.unpacked(step, self.side.gradients):
             check(self.owners[block] == self.rank, f"{where}: {block} is not home")
             self.own[block] += place.added
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
+from ringspun.core import ways
 from ringspun.core.accounting import account, imbalance, memory, sources
+from ringspun.core.geometry import Geometry
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import END_BYTES, HEADER_BYTES, Format, buffer_bytes
 from tests.core import strategies
 
@@ -103,17 +104,29 @@ def test_memory_of_results_that_are_their_own_sums():
 
 
 def test_memory_of_sums_that_are_no_results():
-    """bfloat16: dq is summed up in float32 beside what travels, dk and dv of the rank's own block in its place."""
+    """bfloat16: dq is summed up in float32 beside what travels, in the buffer of forward's out, dk and dv of the rank's
+    own block in place of what travelled."""
     for s in make(Full(), 22, 4, Contiguous()):
         rows, most, b = s.local_tokens, 6, HALF.batch
         h, k, d, dv = HALF.heads, HALF.kv_heads, HALF.head_size, HALF.value_size
         m = memory(s, HALF)
         travels = 2 * buffer_bytes(message(HALF, most, 2)) + 2 * buffer_bytes(message(HALF, most, 4))
-        assert m.leased == travels + buffer_bytes(4 * b * h * rows * d)
+        assert m.leased == travels + buffer_bytes(4 * b * h * rows * dv)
         assert m.out == 2 * b * h * rows * dv + 2 * 4 * b * h * rows
         assert m.inputs == 2 * b * rows * (h + k) * (d + dv)
         gradients = 2 * b * rows * (h * d + k * (d + dv))
         assert (m.gradients, m.outputs) in {(gradients, 0), (0, 2 * b * (h * rows * d + k * most * (d + dv)))}
+
+
+def test_memory_of_queries_that_travel():
+    """float32 sums are results, those of keys from the start; forward's blocks of keys serve as gradients of queries,
+    which are half as long, and lie beside the queries."""
+    wire = Format(1, 4, 4, 8, 8, "float32", 4, 4)
+    schedules = make(Full(), 64, 4, Contiguous())
+    for s, turned in zip(schedules, ways.turned(schedules), strict=True):
+        m, x = memory(s, wire, turned), 16 * 4 * 8 * 4
+        assert m.leased == 2 * buffer_bytes(2 * x + 2 * 16 * 4 * 4 + 128) + 2 * buffer_bytes(2 * x + 128)
+        assert m.gradients == m.outputs == 3 * x and (m.inputs, m.out) == (4 * x, x + 2 * 16 * 4 * 4)
 
 
 def test_memory_without_neighbours():

@@ -9,9 +9,9 @@ import pytest
 
 from ringspun import AllGather, Causal, Contiguous, Direct, Documents, DoubleRing, Full, Ring, Window, Zigzag
 from ringspun.core.choice import ROW_BYTES, candidates
+from ringspun.core.geometry import Geometry
 from ringspun.core.links import Link, Links
 from ringspun.core.route import Auto
-from ringspun.core.schedule import Geometry
 
 
 def link(bytes_per_s: float, shared: float = 1.0) -> Link:

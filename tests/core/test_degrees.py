@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Causal, Contiguous, Striped, Zigzag
-from ringspun.core.accounting import exchanged
+from ringspun import Causal, Contiguous, Full, Striped, Zigzag
+from ringspun.core.accounting import account, exchanged
 from ringspun.core.choice_of_degrees import choose_degrees, of_ring, sent
 from ringspun.core.degrees import Degrees, HeadSplit
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout.in_parts import InParts
 from ringspun.core.links import Link, Links
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry
-from ringspun.core.wire import Format
+from ringspun.core.ways import WANTED, taken
+from ringspun.core.wire import Format, Side
 from ringspun.errors import PlanError
 from tests.core.strategies import layouts
 
@@ -117,8 +118,10 @@ def test_degrees_are_chosen_by_bytes():
         return [(d.ring, d.ulysses, cost) for d, cost in choose_degrees(*sizes)]
 
     # MHA, bf16, 4 ranks. Exchange of 4: 3/4 of q, k, v, out and gradients, 8 x 32 heads x 2 bytes; ring of 4: 3 blocks
-    # of 32 heads x 16 bytes
-    assert costs(4, 32, 32) == [(1, 4, 384.0), (2, 2, 768.0), (4, 1, 1536.0)]
+    # of 32 heads x 12 bytes, of which queries are 8 in backward; of 16 bytes where keys travel
+    assert costs(4, 32, 32) == [(1, 4, 384.0), (2, 2, 640.0), (4, 1, 1152.0)]
+    by_keys = [cost for _, cost in choose_degrees(4, 32, 32, backward="keys")]
+    assert by_keys == [384.0, 768.0, 1536.0]
     assert costs(4, 8, 1) == [(4, 1, 48.0), (2, 2, 72.0), (1, 4, 72.0)]  # one KV head: the ring sends less
     assert [d.ulysses for d, _ in choose_degrees(6, 4, 4)] == [2, 1]  # 3 and 6 do not divide 4 heads
     with pytest.raises(PlanError, match="heads must be H and K"):
@@ -134,6 +137,23 @@ def test_the_choice_counts_what_accounting_counts(split, ring, itemsize):
     counted = max(sum(exchanged(split, degrees, sides, rank, wire)) for rank in range(degrees.size))
     messages = 6 * (split.degree - 1)
     assert counted - 128 * messages == sent(split, degrees, itemsize)[1] * rows * d
+
+
+@given(splits(), st.integers(1, 3), st.sampled_from([2, 4]))
+def test_it_takes_the_way_of_a_ring_s_backward_that_calls_take(split, ring, itemsize):
+    """The bytes of the busiest rank in its ring, less frames, lse and delta."""
+    degrees, rows, d = Degrees(ring, split.degree), 16, 64
+    schedules = Geometry(ring, tuple(range(ring)), Contiguous(), Ring()).schedule(Full(), ring * split.degree * rows)
+    for backward in WANTED:
+        counted = []
+        for mine in range(split.degree):
+            heads, kv_heads = len(range(*split.queries(mine))), len(split.held(mine))
+            wire = Format(1, heads, kv_heads, d, d, "", itemsize, 4)
+            one, back = schedules[0].forward, taken(schedules, wire, backward)[0].backward
+            of_passes = account(one, wire, backward=False), account(back, wire, backward=True)
+            small = 8 * heads * split.degree * rows * (ring - 1) if back.side == Side.QUERIES else 0
+            counted.append(sum(a.total_sent_bytes - 128 * a.messages for a in of_passes) - small)
+        assert max(counted) == sent(split, degrees, itemsize, backward)[0] * rows * d
 
 
 def test_rings_of_a_hybrid_have_links_of_their_own():

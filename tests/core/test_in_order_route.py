@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Window, Zigzag
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout.base import START
 from ringspun.core.layout.in_units import InUnits
 from ringspun.core.mask import RowMasks
 from ringspun.core.partition import Partition
 from ringspun.core.route import InOrder, in_order
 from ringspun.core.route.base import OWN, MessageColumn, Needs, StepColumn, pack_slot
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Payload
 from ringspun.errors import LayoutError
 from tests.core import strategies

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
 from ringspun.core import accounting
+from ringspun.core.geometry import Geometry
 from ringspun.core.partition import Partition
 from ringspun.core.route import Ring
 from ringspun.core.route import ring as ring_module
 from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, Needs, StepColumn
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format, Payload
 from tests.core import strategies
 from tests.core.ring_interpreter import Fault, play, read_steps

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag, parse_route
 from ringspun.core import accounting
 from ringspun.core import tiles as tl
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout.base import STEP
 from ringspun.core.links import Link, Links
 from ringspun.core.partition import Partition
@@ -30,7 +31,6 @@ from ringspun.core.route import (
     double_ring,
 )
 from ringspun.core.route.base import Action, MessageColumn, Needs, StepColumn
-from ringspun.core.schedule import Geometry
 from ringspun.core.wire import Format, Payload, heads_of
 from ringspun.errors import PlanError
 from tests.core import strategies
@@ -289,7 +289,7 @@ def test_tiles_count_all_rows_of_a_ranks_own_shard_and_of_others_those_that_trav
     assert ring.rows_of_tiles(1) == slice(0, None)
     assert ring.rows_of_tiles(0) == ring.travelling_rows(0) == slice(2, 4)
     part = Partition(12, 3, Contiguous())
-    assert [ring.key_positions(block, part).tolist() for block in (0, 1)] == [[2, 3], [4, 5, 6, 7]]
+    assert [ring.positions(block, part).tolist() for block in (0, 1)] == [[2, 3], [4, 5, 6, 7]]
     own = schedules_of(Window(3), 12, 3, Contiguous(), Direct())[1]
     assert own.rows_of_tiles(1) == slice(0, 4)
 
@@ -323,7 +323,7 @@ def test_what_is_put_together_is_the_shard_and_what_is_needed_in_the_order_of_th
         if not foreign:
             assert len(s.gathered) == 0 and not (s.forward.steps[:, StepColumn.SOURCE] == s.whole).any()
             continue
-        held = s.key_positions(s.whole, part).tolist()
+        held = s.positions(s.whole, part).tolist()
         assert len(held) == len(set(held)) == s.rows(s.whole) and set(held) == foreign | set(mine.tolist())
         assert s.owner(s.whole) == s.ring_rank
         if (part.runs[:, STEP] == 1).all():

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from ringspun import Band, Causal, Contiguous, Documents, Full, Mask, Striped, Window, Zigzag
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
+from ringspun.core.geometry import Geometry
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring, Route
 from ringspun.core.route.base import BoundRoute, Legs, MessageColumn, Moment
-from ringspun.core.schedule import Geometry, _regions, compile_schedules, input_digest
+from ringspun.core.schedule import _regions, compile_schedules, input_digest
 from ringspun.errors import MaskError, PlanError
 from tests.core import strategies
 

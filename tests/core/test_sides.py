@@ -15,12 +15,13 @@ from ringspun import Balanced, Blocks, Causal, Contiguous, Documents, Full, Keys
 from ringspun.core import host, needs
 from ringspun.core.accounting import imbalance, wait
 from ringspun.core.cut import Cut
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import DocumentZigzag
 from ringspun.core.mask import DocumentPairs
 from ringspun.core.mask.rows import RowMasks
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry, compile_schedules
+from ringspun.core.schedule import compile_schedules
 from ringspun.errors import LayoutError, MaskError, PlanError
 from tests.core import strategies
 

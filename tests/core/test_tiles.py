@@ -28,10 +28,10 @@ from ringspun.core import cut, needs
 from ringspun.core import regions as rg
 from ringspun.core import tiles as tl
 from ringspun.core.cut import Cut
+from ringspun.core.geometry import Geometry
 from ringspun.core.partition import LONGEST, Partition
 from ringspun.core.route import Ring
 from ringspun.core.route.base import StepColumn
-from ringspun.core.schedule import Geometry
 from ringspun.errors import PlanError, RingspunWarning
 from tests.core import strategies
 from tests.core.strategies import MixedSteps, Scattered

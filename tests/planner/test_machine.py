@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ringspun import Contiguous, Full, Ring
-from ringspun.core.schedule import Geometry
+from ringspun.core.geometry import Geometry
 from ringspun.core.wire import Format
 from ringspun.planner.machine import ring_peak_bytes
 from ringspun.testing.timing import Work, peak_on_rank

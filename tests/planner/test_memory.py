@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Documents, DocumentZigzag
 from ringspun.core.accounting import wait
+from ringspun.core.geometry import Geometry
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry
 from ringspun.errors import ConfigError
 from ringspun.planner.flops import CHECKPOINTING
 from ringspun.planner.hardware import GIB

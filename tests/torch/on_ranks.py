@@ -36,18 +36,18 @@ def run_cases(rank: int, cases: list[Case], kernel: str | None = None) -> list[d
     return found
 
 
-def run_routes(rank: int, asked: list[tuple[Case, Any]]) -> list[dict[str, np.ndarray]]:
+def run_routes(rank: int, asked: list[tuple[Case, Any]], backward: Any = "auto") -> list[dict[str, np.ndarray]]:
     """Each case by its route."""
     found = []
     for case, route in asked:
-        context = ContextParallel(dist.group.WORLD, layout=case.layout, route=route, timeout_s=PATIENCE_S)
-        found.append(run_ring(case, inputs(case), context))
+        options = {"layout": case.layout, "route": route, "backward": backward}
+        found.append(run_ring(case, inputs(case), ContextParallel(dist.group.WORLD, timeout_s=PATIENCE_S, **options)))
     return found
 
 
-def other_routes(rank: int) -> tuple[str, str]:
-    """Rank 1 routes otherwise; what planning says."""
-    context = ContextParallel(dist.group.WORLD, route="direct" if rank else "ring", timeout_s=PATIENCE_S)
+def other_routes(rank: int, options: tuple[dict[str, Any], dict[str, Any]]) -> tuple[str, str]:
+    """Rank 1 has other options; what planning says."""
+    context = ContextParallel(dist.group.WORLD, timeout_s=PATIENCE_S, **options[rank])
     return caught(lambda: context.plan(12, Full()))
 
 

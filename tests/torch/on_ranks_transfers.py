@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 from on_ranks import caught
@@ -67,11 +68,11 @@ class Tampers(Gloo):
         return replace(sent, buffer=self._damage(sent.buffer.clone(), before))
 
 
-def send_damaged(rank: int, odd: int, at: int, damage: str, checks: str) -> tuple[str, str, str]:
+def send_damaged(rank: int, odd: int, at: int, damage: str, checks: str, backward: Any) -> tuple[str, str, str]:
     """Rank `odd` of a fresh group damages its `at`-th message; what two rounds raise here, and what the next call."""
     group = dist.new_group(list(range(dist.get_world_size())))
     driver = Tampers(group, at if rank == odd else -1, damage)
-    plan = ContextParallel(driver, layout=Contiguous(), checks=checks).plan(S, Causal())
+    plan = ContextParallel(driver, layout=Contiguous(), checks=checks, backward=backward).plan(S, Causal())
     x = [torch.randn(1, 2, plan.partition.local_tokens, 8, requires_grad=True) for _ in range(3)]
 
     def rounds() -> None:

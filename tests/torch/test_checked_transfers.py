@@ -18,7 +18,7 @@ from ringspun.errors import TransferError
 from ringspun.torch import ContextParallel, Loopback, messages
 from ringspun.torch.checksum import BLOCK, checksum, weighted_sum
 from ringspun.torch.drivers import Transfer
-from ringspun.torch.ring import _Mail
+from ringspun.torch.mail import Mail
 
 SUMS = (checksum, weighted_sum)
 
@@ -207,14 +207,14 @@ def test_memory_that_holds_the_very_end_mark_expected_does_not_pass_for_one(chec
 
 def test_what_a_relaying_rank_s_memory_does_to_a_block_raises(monkeypatch):
     """A block keeps its owner's checksum: one made afresh would confirm what was spoilt after it was checked."""
-    check = _Mail._check
+    check = Mail._check
 
     def check_and_spoil(mail, buffer, header, peer):
         check(mail, buffer, header, peer)
         if (mail._me, header.source) == (1, 0):
             buffer[HEADER_BYTES + 4] ^= 1
 
-    monkeypatch.setattr(_Mail, "_check", check_and_spoil)
+    monkeypatch.setattr(Mail, "_check", check_and_spoil)
     with pytest.raises(
         TransferError, match="ring rank 2: the KV block of ring rank 0 that ring rank 1 sent at step 1 "
     ):
@@ -263,11 +263,14 @@ FOUND = {
 def test_damage_between_processes_is_found_by_the_rank_that_receives_it(pools):
     """In the blocks of a second forward, and in the gradients of a second backward; the ring is broken there."""
     pool = pools(2)
-    cases = [(0, 2, "KV block of ring rank 0", damage) for damage in ("flip_a_bit", "cut_short", "send_again")]
-    cases += [(1, 1, "DKV block of ring rank 0", damage) for damage in ("swap_words", "cut_to_nothing")]
-    for odd, at, block, damage in cases:
+    blocks = [(0, 2, "KV block of ring rank 0", damage) for damage in ("flip_a_bit", "cut_short", "send_again")]
+    cases = [(*case, "keys") for case in blocks]
+    cases += [(1, 1, "DKV block of ring rank 0", damage, "keys") for damage in ("swap_words", "cut_to_nothing")]
+    cases += [(1, 0, "QUERIES block of ring rank 1", "swap_words", "queries")]
+    cases += [(0, 3, "DQ block of ring rank 1", "flip_a_bit", "queries")]
+    for odd, at, block, damage, backward in cases:
         checks = "header" if FOUND[damage].startswith("must carry") else "checksum"
-        kind, message, again = pool.run(send_damaged, odd, at, damage, checks, timeout_s=20)[1 - odd]
+        kind, message, again = pool.run(send_damaged, odd, at, damage, checks, backward, timeout_s=20)[1 - odd]
         assert kind == "TransferError", (damage, message)
         assert message.startswith(f"ring rank {1 - odd}: the {block} that ring rank {odd} sent at step ")
         assert FOUND[damage] in message

@@ -13,8 +13,9 @@ from on_ranks import run_cases
 
 from ringspun import Causal, Contiguous, Full, Zigzag
 from ringspun.core import tiles as tl
+from ringspun.core.passes import Pass
 from ringspun.core.route.base import Action, MessageColumn
-from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.errors import TransferError
 from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
@@ -79,7 +80,7 @@ def gradients(plan) -> list[torch.Tensor]:
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_one_edited_tile_changes_the_result(which, rank):
     """Neither pass looks anything up elsewhere: an edit of the one shows there, and in no other rows."""
-    context = ContextParallel(Loopback(3), layout=Contiguous())
+    context = ContextParallel(Loopback(3), layout=Contiguous(), backward="keys")
     part = context.partition(S)
     schedules = context.geometry.schedule(Full(), S)
     assert all(len(s.forward.tiles_of(1)) for s in schedules)

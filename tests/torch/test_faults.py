@@ -50,9 +50,9 @@ class Listening(Loopback):
         super().deliver(sender, receiver, sent, wanted)
 
 
-def one_round(ring, mask=None, layout=None, checks="header") -> list[torch.Tensor]:
-    """Forward and backward."""
-    context = ContextParallel(ring, layout=layout or Contiguous(), checks=checks)
+def one_round(ring, mask=None, layout=None, checks="header", backward="auto") -> list[torch.Tensor]:
+    """Forward and backward; as many heads of keys as of queries, so that these travel in backward."""
+    context = ContextParallel(ring, layout=layout or Contiguous(), checks=checks, backward=backward)
     x = torch.randn(3, 1, 2, S, 4, generator=torch.Generator().manual_seed(1)).unbind()
     ends = [t.requires_grad_() for t in x]
     out = context.plan(S, Full() if mask is None else mask).attention(*ends)
@@ -144,12 +144,14 @@ def test_a_killed_rank_is_among_those_that_wait():
         ({"sender": 1, "payload": Payload.DKV, "nth": 1}, "DKV of ring rank 2 at step 2"),
         ({"sender": 0, "call": 1, "nth": 2}, "DKV of ring rank 2 at step 1"),
         ({"sender": 0, "backward": True}, "KV of ring rank 0 at step 0"),
+        ({"sender": 1, "payload": Payload.DQ, "nth": 1}, "DQ of ring rank 2 at step 2"),
+        ({"sender": 2, "payload": Payload.QUERIES}, "QUERIES of ring rank 2 at step 0"),
     ],
     ids=str,
 )
 def test_a_fault_strikes_the_message_that_it_is_told(where, what):
     ring = Faulty(Loopback(R), Delay(**where))
-    one_round(ring)
+    one_round(ring, backward="queries" if where.get("payload", 0) >= Payload.QUERIES else "keys")
     (struck,) = ring.injected
     assert struck.what.startswith(what) and struck.fault == Delay(**where)
     assert where.get("sender", struck.sender) == struck.sender

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from virtual_ring import CountedKernel, VirtualRing
 
 from ringspun import Causal, Contiguous, Full, Window
-from ringspun.core.schedule import Geometry
+from ringspun.core.geometry import Geometry
 from ringspun.core.text import parse_route
 from ringspun.errors import DataError, PlanError, PlanMismatchError, TransferError
 from ringspun.steplog import Row, What, dump

@@ -17,6 +17,7 @@ from on_ranks_hybrid import GROUPS, TROUBLES, in_a_hybrid, in_trouble, refusals_
 from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Window, Zigzag
 from ringspun.core.accounting import account, exchanged
 from ringspun.core.degrees import HeadSplit
+from ringspun.core.ways import taken
 from ringspun.errors import PlanError
 from ringspun.testing.cases import Arguments, Case, Shape, inputs
 from ringspun.testing.pool import RankPool
@@ -37,15 +38,19 @@ def hybrid(case: Case, ulysses: int, inner: str = "ulysses", **asked) -> Context
 def drawn(draw):
     case = draw(cases(most_ranks=4))
     most = min(8 // case.ranks, case.shape.heads, 4)
-    return case, draw(st.integers(1, most)), draw(st.sampled_from(["ulysses", "ring"]))
+    asked = {
+        "inner": draw(st.sampled_from(["ulysses", "ring"])),
+        "backward": draw(st.sampled_from(["keys", "queries"])),
+    }
+    return case, draw(st.integers(1, most)), asked
 
 
 @settings(max_examples=150)
 @given(drawn())
 def test_float64_equals_the_oracle(one):
     """Any mask, layout, lengths, arguments; batch rows with masks of their own; uneven and empty shards."""
-    case, ulysses, inner = one
-    judged(case, run_ring(case, inputs(case), hybrid(case, ulysses, inner, checks="checksum")))
+    case, ulysses, asked = one
+    judged(case, run_ring(case, inputs(case), hybrid(case, ulysses, **asked, checks="checksum")))
 
 
 @pytest.mark.parametrize("inner", ["ulysses", "ring"])
@@ -96,18 +101,20 @@ def test_the_wire_carries_what_is_counted(ring, ulysses, heads, kv_heads):
         place, mine = degrees.place(rank)
         of_ring = replace(wire, heads=len(range(*split.queries(mine))), kv_heads=len(split.held(mine)))
         expected = sum(exchanged(split, degrees, plan._sides, rank, wire))
-        for one, backward in ((plan.schedules[place].forward, False), (plan.schedules[place].backward, True)):
+        back = taken(plan.schedules, of_ring)[place].backward
+        for one, backward in ((plan.schedules[place].forward, False), (back, True)):
             expected += account(one, of_ring, backward=backward).total_sent_bytes
         sent = sum(n for (sender, _), n in context.driver.counts.bytes.items() if sender == rank)
         assert sent == expected
 
 
 def test_bytes_are_those_of_the_formulas():
-    """Ring: forward 2, backward 4 blocks of T K D, dK and dV in fp32, times (R - 1) / R; Ulysses: q, k, v, out and
-    their gradients, times (U - 1) / U. T: the tokens of a whole ring, S over the other degree."""
-    S, heads, kv_heads, d, itemsize = 64, 8, 4, 16, 2
+    """Ring: forward 2, backward 4 blocks of T K D, dK and dV in fp32, times (R - 1) / R, or backward 3 of T H D, dQ in
+    fp32, and lse and delta; Ulysses: q, k, v, out and their gradients, times (U - 1) / U. T: the tokens of a whole
+    ring, S over the other degree."""
+    S, heads, d, itemsize = 64, 8, 16, 2
 
-    def sent(ring: int, ulysses: int) -> int:
+    def sent(ring: int, ulysses: int, kv_heads: int = 4) -> int:
         context = ContextParallel(Loopback(ring * ulysses), layout=Contiguous(), ulysses=ulysses)
         q, k, v = (
             torch.randn(1, h, S, d, dtype=torch.bfloat16, requires_grad=True) for h in (heads, kv_heads, kv_heads)
@@ -116,9 +123,12 @@ def test_bytes_are_those_of_the_formulas():
         return sum(context.driver.counts.bytes.values()) - 128 * sum(context.driver.counts.messages.values())
 
     for ring in (2, 4):
-        assert sent(ring, 1) == (ring - 1) * S * kv_heads * d * (2 * itemsize + 2 * itemsize + 2 * 4)
+        assert sent(ring, 1) == (ring - 1) * S * 4 * d * (2 * itemsize + 2 * itemsize + 2 * 4)
+        queries = (ring - 1) * S * heads * (d * (2 * itemsize + 2 * itemsize + 4) + 2 * 4)
+        assert sent(ring, 1, kv_heads=heads) == queries
+        assert sent(ring, 2, kv_heads=heads) == queries + sent(1, 2, kv_heads=heads)
     for ulysses in (2, 4):
-        assert sent(1, ulysses) * ulysses == (ulysses - 1) * S * d * itemsize * 2 * (2 * heads + 2 * kv_heads)
+        assert sent(1, ulysses) * ulysses == (ulysses - 1) * S * d * itemsize * 2 * (2 * heads + 2 * 4)
 
 
 def test_bits_do_not_depend_on_the_order_of_arrival():
@@ -181,9 +191,12 @@ def test_degrees_that_do_not_fit_are_refused(asked, words):
 
 def test_auto_takes_what_sends_the_fewest_bytes_and_says_so():
     many, few = (ContextParallel(Loopback(4), ulysses="auto", heads=heads) for heads in ((32, 32), (8, 1)))
+    for asked in ({"backward": "keys"}, {"route": "all_gather"}, {"deterministic": "across_rings"}):
+        by_keys = ContextParallel(Loopback(4), ulysses="auto", heads=(32, 32), **asked)
+        assert [cost for _, cost in by_keys.weighed_degrees] == [384.0, 768.0, 1536.0]
     assert (many.ring_size, many.ulysses_size, few.ring_size, few.ulysses_size) == (1, 4, 4, 1)
     q = torch.zeros(1, 32, 16, 4)
-    assert "ring x ulysses chosen by what is sent: 1 x 4: 384, 2 x 2: 768, 4 x 1: 1536" in str(
+    assert "ring x ulysses chosen by what is sent: 1 x 4: 384, 2 x 2: 640, 4 x 1: 1152" in str(
         many.plan(16, Causal()).explain(q, q, q)
     )
     for asked in (
@@ -240,7 +253,8 @@ def test_a_rank_that_does_otherwise_is_an_error_on_all_in_time(trouble):
     if trouble not in ("gone", "no backward"):
         assert found[3][0] != "nothing"
     for name, words, seconds in found[:3]:
-        assert name in ("PeerError", "TransferError", "RingBroken"), words
+        # a mismatch where it is found at once: after a backward in which queries travelled all agree again
+        assert name in ("PeerError", "TransferError", "RingBroken", "PlanMismatchError"), words
         assert seconds < (7 if trouble == "late" else 5)
     assert not own or any(own in words for _, words, _ in found[:3])
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from on_ranks import other_routes, over_slow_links, run_routes
 
 from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
+from ringspun.core import ways
 from ringspun.core.accounting import account
 from ringspun.core.links import Link, Links
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
@@ -69,16 +70,20 @@ def test_processes_equal_one_thread_by_every_route(pools, size):
             judged(case, one)
 
 
-@pytest.mark.parametrize("route", [Ring(), *ROUTES], ids=str)
-def test_the_wire_carries_what_is_counted(route):
-    context = ContextParallel(Loopback(4), layout=Zigzag(), route=route)
+@pytest.mark.parametrize(
+    ("route", "backward"),
+    [(route, side) for route in [Ring(), Ring(3), *ROUTES] for side in ["keys", "queries"][: 1 + route.turns]],
+    ids=str,
+)
+def test_the_wire_carries_what_is_counted(route, backward):
+    context = ContextParallel(Loopback(4), layout=Zigzag(), route=route, backward=backward)
     plan = context.plan(40, Causal())
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     out = plan.attention(q, q, q)
     out.sum().backward()
     wire, sent = wire_of(q, q, q), context.driver.counts.bytes
-    for s in plan.schedules:
-        one, two = account(s.forward, wire, backward=False), account(s.backward, wire, backward=True)
+    for s, taken in zip(plan.schedules, ways.taken(plan.schedules, wire, backward), strict=True):
+        one, two = account(s.forward, wire, backward=False), account(taken.backward, wire, backward=True)
         for peer in range(4):
             expected = one.sent_bytes.get(peer, 0) + two.sent_bytes.get(peer, 0)
             assert sent[s.ring_rank, peer] == expected
@@ -133,8 +138,12 @@ def test_a_slow_link_between_nodes_takes_its_time_and_changes_no_number(pools, t
 
 @pytest.mark.processes
 def test_ranks_with_other_routes_hear_of_it(pools):
-    for kind, words in pools(2).run(other_routes, timeout_s=30):
-        assert kind == "PlanMismatchError" and "route is direct on ring rank 1 and ring on ring rank 0" in words
+    for options, words in (
+        (({}, {"route": "direct"}), "route is direct on ring rank 1 and ring on ring rank 0"),
+        (({}, {"backward": "keys"}), "backward is keys on ring rank 1 and auto on ring rank 0"),
+    ):
+        for kind, told in pools(2).run(other_routes, options, timeout_s=30):
+            assert kind == "PlanMismatchError" and words in told
 
 
 def test_ranks_keep_in_step_by_every_route():

@@ -11,28 +11,32 @@ import pytest
 import torch
 
 from ringspun import Causal, Contiguous, Full, Window, Zigzag
+from ringspun.core import ways
 from ringspun.core.route.base import Action, MessageColumn
 from ringspun.errors import PlanError, TransferError
 from ringspun.steplog import FOLDER_VARIABLE, StepLog, What, dump, dump_on_signal
 from ringspun.steplog.log import KEPT
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.drivers.place import module_words
+from ringspun.torch.execution import wire_of
 
 
 def tensors(tokens: int) -> list[torch.Tensor]:
     return [torch.ones(1, 2, tokens, 4, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.parametrize("backward", ["keys", "queries"])
 @pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=str)
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(3)], ids=str)
-def test_a_log_holds_every_message_and_step_of_a_call(mask, layout):
+def test_a_log_holds_every_message_and_step_of_a_call(mask, layout, backward):
     """In the schedule's order, with the bytes that went over the wire."""
     ring = Loopback(4)
-    plan = ContextParallel(ring, layout=layout).plan(18, mask)
-    plan.attention(*tensors(18)).sum().backward()
-    sent = 0
-    for schedule, log in zip(plan.schedules, ring.state.logs, strict=True):
-        for call, (phase, one) in enumerate([(0, schedule.forward), (1, schedule.backward)]):
+    plan = ContextParallel(ring, layout=layout, backward=backward).plan(18, mask)
+    x, sent = tensors(18), 0
+    plan.attention(*x).sum().backward()
+    taken = ways.taken(plan.schedules, wire_of(*x), backward)
+    for schedule, other, log in zip(plan.schedules, taken, ring.state.logs, strict=True):
+        for call, (phase, one) in enumerate([(0, schedule.forward), (1, other.backward)]):
             rows = [r for r in log.rows if r.call == call]
             assert {r.phase for r in rows} == {phase}
             assert (rows[0].what, rows[-1].what) == (What.CALL, What.END)

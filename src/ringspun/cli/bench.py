@@ -224,7 +224,8 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
     """Bytes that the busiest rank sends, in how many hops of its ring, and how long its link would take at its peak."""
     from ringspun.core.accounting import account, exchanged
     from ringspun.core.degrees import Degrees, HeadSplit
-    from ringspun.core.schedule import Geometry
+    from ringspun.core.geometry import Geometry
+    from ringspun.core.ways import taken
     from ringspun.core.wire import Format
 
     element = BYTES[work.dtype]
@@ -241,7 +242,7 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
         first, last = split.queries(mine)
         of_ring = replace(wire, heads=last - first, kv_heads=len(split.held(mine)))
         forward = account(schedules[place].forward, of_ring, backward=False)
-        backward = account(schedules[place].backward, of_ring, backward=True)
+        backward = account(taken(schedules, of_ring, work.backward)[place].backward, of_ring, backward=True)
         moved = sum(exchanged(split, degrees, sides, rank, wire))
         totals.append(forward.total_sent_bytes + backward.total_sent_bytes + moved)
         hops = max(hops, forward.hops)

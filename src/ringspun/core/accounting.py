@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from ringspun.core import tiles as tl
 from ringspun.core.degrees import Degrees, HeadSplit
 from ringspun.core.partition import Sides
+from ringspun.core.passes import Pass
 from ringspun.core.route.base import OWN, Action, MessageColumn, StepColumn, carried, pack_slot
-from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Payload, buffer_bytes, segments
+from ringspun.core.schedule import Schedule
+from ringspun.core.ways import Turned
+from ringspun.core.wire import LARGER, Format, Payload, Side, buffer_bytes, segments
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def account(one: Pass, wire: Format, *, backward: bool) -> Account:
     for row in sends:
         peer = int(row[MessageColumn.PEER])
         sent[peer] = sent.get(peer, 0) + message_bytes(row, wire)
-    blocks = sends[sends[:, MessageColumn.PAYLOAD] == Payload.KV]
+    blocks = sends[sends[:, MessageColumn.PAYLOAD] == one.side.block]
     every_row = (one.tiles[:, tl.B1] < 0).all()  # else the tiles say themselves which batch rows they are for
     pairs = one.pairs
     heads = _heads(one, wire)
@@ -125,9 +127,14 @@ BAND_ROWS, FULL_ROWS = 1024, 2048
 """Query rows that a kernel takes at once of a tile that a band cuts, and of one that it does not."""
 
 
-def memory(schedule: Schedule, wire: Format) -> Memory:
-    """Worst moment of one rank, by the schedule's own steps and buffers."""
-    one, narrow, wide = schedule.backward, wire.itemsize, wire.accumulator_itemsize
+def memory(schedule: Schedule, wire: Format, taken: Schedule | Turned | None = None) -> Memory:
+    """Worst moment of one rank, by the schedule's own steps and buffers.
+
+    Args:
+        taken: whose `backward` calls take (`ringspun.core.ways.taken`); default the schedule's.
+    """
+    way = schedule if taken is None else taken
+    one, narrow, wide = way.backward, wire.itemsize, wire.accumulator_itemsize
     per_row = wire.batch * wire.heads
     q, k = schedule.local_tokens, int(schedule.key_tokens[schedule.ring_rank])
     dq = per_row * q * wire.head_size
@@ -136,34 +143,55 @@ def memory(schedule: Schedule, wire: Format) -> Memory:
     own = one.steps[: len(tiled), StepColumn.GRAD_SLOT] == OWN
     home = one.steps[:, StepColumn.HOME_SLOT] >= 0
     end = 3 * len(one)
-    begins = [0, min(_time(tiled & own, end), _time(home, end))]
-    leases, results = _slots(schedule, wire), []
-    if wide == narrow:
-        results = [(begins[0], wide * dq), (begins[1], wide * (dk + dv))]
-    else:
+    staying, going = ((dk, dv), (dq,)) if one.side == Side.QUERIES else ((dq,), (dk, dv))
+    begin = min(_time(tiled & own, end), _time(home, end))
+    sums = [*((0, wide * size) for size in staying), *((begin, wide * size) for size in going)]
+    leases, results = _slots(way, wire), sums
+    if wide != narrow:
+        leases = [*((first, end, size) for first, size in sums), *leases]
         results = [(end, narrow * (dq + dk + dv))]
-        sums = ((begins[0], dq), (begins[1], dk), (begins[1], dv))
-        leases += [(begin, end, buffer_bytes(wide * size)) for begin, size in sums]
     out = narrow * per_row * q * wire.value_size + 2 * wide * per_row * q
     inputs = narrow * (dq + dk + dv + per_row * q * wire.value_size)
-    level, worst = _forward_leases(schedule, wire), Memory(inputs, out, 0, 0, 0)
+    pool, worst = _Pool(_forward_leases(schedule, wire), leases), Memory(inputs, out, 0, 0, 0)
     for step in range(len(one) + 1):
         now = min(3 * step + 1, end)
-        level = max(level, *(_leased(leases, time) for time in (3 * step, now, 3 * step + 2)))
         made = sum(size for first, size in results if first <= now)
         here = one.tiles_of(step).tolist() if step < len(tiled) else []
         stride = one.steps[min(step, len(one) - 1), [StepColumn.STRIDE, StepColumn.STRIDES]].tolist()
         outputs = narrow * max((_outputs(tile, wire.of_stride(*stride)) for tile in here), default=0)
-        found = Memory(inputs, out, level, made, outputs)
+        found = Memory(inputs, out, pool.bytes_at(3 * step + 2), made, outputs)
         worst = max(worst, found, key=lambda m: m.total)
     return worst
 
 
-def _leased(leases: list[tuple[int, int, int]], time: int) -> int:
-    """Bytes leased at once. Messages are posted when those that are waited for have given their buffers back; what is
-    put together, and gradients that start, lie beside them."""
-    beside = time % 3 == 1
-    return sum(size for first, last, size in leases if first <= time and (last > time or (beside and last == time)))
+class _Pool:
+    """What the pool (`ringspun.torch.buffers`) comes to hold: each lease gets the smallest buffer that nobody has and
+    that is long enough but not too long, or a new one.
+
+    Messages are posted when those that are waited for have given their buffers back; what is put together, and
+    gradients that start, lie beside them.
+
+    Args:
+        idle: bytes of the buffers that it has. leases: first and last use of each, and bytes.
+    """
+
+    def __init__(self, idle: list[int], leases: list[tuple[int, int, int]]) -> None:
+        out: list[tuple[int, int]] = []
+        self._grown = [(-1, sum(idle))]
+        for first, last, n_bytes in sorted(leases, key=lambda lease: lease[0]):
+            back = [one for one in out if one[0] < first or (one[0] == first and first % 3 != 1)]
+            out, idle = [one for one in out if one not in back], idle + [size for _, size in back]
+            fitting = [size for size in idle if n_bytes <= size <= LARGER * buffer_bytes(n_bytes)]
+            held = min(fitting, default=buffer_bytes(n_bytes))
+            out.append((last, held))
+            if fitting:
+                idle.remove(held)
+            else:
+                self._grown.append((first, self._grown[-1][1] + held))
+
+    def bytes_at(self, time: int) -> int:
+        """All that it holds then: it keeps what comes back."""
+        return max(size for since, size in self._grown if since <= time)
 
 
 def _time(which: NDArray[np.bool_], never: int) -> int:
@@ -172,30 +200,28 @@ def _time(which: NDArray[np.bool_], never: int) -> int:
     return 3 * int(steps[0]) + 1 if len(steps) else never
 
 
-def _slots(schedule: Schedule, wire: Format) -> list[tuple[int, int, int]]:
+def _slots(way: Schedule | Turned, wire: Format) -> list[tuple[int, int, int]]:
     """First and last use of each buffer of backward (`Pass.last_uses`), and its bytes."""
-    one, m = schedule.backward, carried(schedule.backward.messages, wire.kv_heads)
+    one, m = way.backward, carried(way.backward.messages, wire.kv_heads)
     posted = 3 * m[:, MessageColumn.STEP] + 2 * m[:, MessageColumn.MOMENT]
     keyed = np.column_stack([m[:, [MessageColumn.PAYLOAD, MessageColumn.SLOT]], posted]).tolist()
     fresh = np.flatnonzero(one.steps[:, StepColumn.GRAD_FRESH])
-    keyed += [[Payload.DKV, int(one.steps[t, StepColumn.GRAD_SLOT]), 3 * int(t) + 1] for t in fresh]
-    together = np.flatnonzero(
-        (one.steps[:, StepColumn.SOURCE] == schedule.whole) & (one.steps[:, StepColumn.SLOT] >= 0)
-    )
-    keyed += [[Payload.KV, int(one.steps[t, StepColumn.SLOT]), 3 * int(t) - 1] for t in together]
+    keyed += [[one.side.gradients, int(one.steps[t, StepColumn.GRAD_SLOT]), 3 * int(t) + 1] for t in fresh]
+    together = np.flatnonzero((one.steps[:, StepColumn.SOURCE] == way.whole) & (one.steps[:, StepColumn.SLOT] >= 0))
+    keyed += [[one.side.block, int(one.steps[t, StepColumn.SLOT]), 3 * int(t) - 1] for t in together]
     first: dict[tuple[Payload, int], int] = {}
     for payload, slot, time in keyed:
         key = Payload(payload), pack_slot(slot)
         first[key] = min(first.get(key, time), time)
-    held = schedule.slot_bytes(one, wire)
-    return [(first[key], one.last_uses[key], buffer_bytes(n_bytes)) for key, n_bytes in held.items()]
+    held = way.slot_bytes(one, wire)
+    return [(first[key], one.last_uses[key], n_bytes) for key, n_bytes in held.items()]
 
 
-def _forward_leases(schedule: Schedule, wire: Format) -> int:
-    """Bytes that forward leaves in the pool."""
-    slots = sum(map(buffer_bytes, schedule.slot_bytes(schedule.forward, wire).values()))
+def _forward_leases(schedule: Schedule, wire: Format) -> list[int]:
+    """Buffers that forward leaves in the pool."""
+    slots = list(schedule.slot_bytes(schedule.forward, wire).values())
     out = wire.accumulator_itemsize * wire.batch * wire.heads * schedule.local_tokens * wire.value_size
-    return slots + (buffer_bytes(out) if wire.accumulator_itemsize != wire.itemsize else 0)
+    return [*map(buffer_bytes, slots + [out] * (wire.accumulator_itemsize != wire.itemsize))]
 
 
 def _outputs(tile: list[int], wire: Format) -> int:

@@ -177,6 +177,14 @@ class Sides:
         """Whether queries and keys are the same tokens (self-attention)."""
         return self.queries == self.keys
 
+    def turned(self) -> Sides:
+        """Queries and keys in each other's place. Where queries stand among the keys does not count any more: their
+        regions count from the start (`regions`)."""
+        queries = self.queries
+        if queries.start:  # no layout that reads documents deals these
+            queries = Partition(queries.seq_len, queries.ring_size, queries.layout)
+        return Sides(self.keys, queries)
+
     def regions(self, mask: Mask) -> rg.Table:
         """Pairs that `mask` allows, queries counted from their start (`Partition.indices`)."""
         shift = self.queries.start

@@ -45,6 +45,11 @@ def tighten_rows(regions: Table) -> NDArray[np.bool_]:
     return (q0 < q1) & (k0 < k1) & (lo <= hi)
 
 
+def turned(regions: Table) -> Table:
+    """The same pairs with queries and keys in each other's place."""
+    return np.column_stack([regions[:, [K0, K1, Q0, Q1]], -regions[:, HI], -regions[:, LO]])
+
+
 def looks(regions: Table) -> tuple[bool, bool]:
     """Whether any query of the set looks ahead of its position (k > q), and whether any looks back (k < q)."""
     tight = tighten(regions)

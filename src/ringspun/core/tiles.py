@@ -38,6 +38,11 @@ def rows(tiles: Tiles) -> NDArray[np.int64]:
     return np.where(tiles[:, B1] < 0, 1, tiles[:, B1] - tiles[:, B0])
 
 
+def turned(tiles: Tiles) -> Tiles:
+    """The same pairs with queries and keys in each other's place."""
+    return np.column_stack([tiles[:, [B0, B1]], rg.turned(tiles[:, REGION])])
+
+
 Placed = Callable[[Tiles, NDArray[np.int64]], tuple[Tiles, NDArray[np.int64]]]
 """Makes of tiles, each with the key run that it is of, tiles with the block of each."""
 

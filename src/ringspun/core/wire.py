@@ -5,6 +5,13 @@ offset 0            64                  64 + aligned(K)       + aligned(V)
 | header (8 x int64) | K [B, H, T, D]    | V [B, H, T, Dv]     | end (8 x int64) |   (KV, in the inputs' dtype)
 | header             | dK [B, H, T, D]   | dV [B, H, T, Dv]    | end             |   (DKV, in the accumulators' dtype)
 
+In a backward pass in which queries travel (`ringspun.core.ways`) the messages are
+
+| header | q [B, H, T, D] | dO [B, H, T, Dv] | lse [B, H, T] | delta [B, H, T] | end |   (QUERIES)
+| header | dQ [B, H, T, D]                                                     | end |   (DQ)
+
+q and dO in the inputs' dtype, the rest in the accumulators'.
+
 A message cut short leaves what lay in the receiver's buffer before in its place: only the end can tell. So the end says
 what the header says, and in the place of the length, which the receiver knows, the checksum of all between the two.
 """
@@ -13,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum
+from enum import Enum, IntEnum
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +37,36 @@ class Payload(IntEnum):
 
     KV = 0
     DKV = 1
+    QUERIES = 2
+    DQ = 3
     HEADS = 4
     """Some heads of some rows, on their way between ranks that split heads (`ringspun.core.degrees`)."""
+
+
+class Side(Enum):
+    """What goes round in a pass, while the other side stays where it is."""
+
+    KEYS = "keys"
+    QUERIES = "queries"
+
+    @property
+    def block(self) -> Payload:
+        """What its blocks are sent as."""
+        return Payload.KV if self == Side.KEYS else Payload.QUERIES
+
+    @property
+    def gradients(self) -> Payload:
+        """What the gradients that follow them are sent as."""
+        return Payload.DKV if self == Side.KEYS else Payload.DQ
+
+
+class Part(NamedTuple):
+    """One tensor of a message: its heads, the size of what it has per head and row, and whether it is of the
+    accumulators' dtype."""
+
+    heads: int
+    entry: tuple[int, ...]
+    wide: bool
 
 
 def aligned(n_bytes: int) -> int:
@@ -62,6 +98,10 @@ def heads_of(stride: int, strides: int, kv_heads: int) -> slice:
     """
     count = min(strides, max(kv_heads, 1))
     return slice(*(min(i, count) * kv_heads // count for i in (stride, stride + 1)))
+
+
+LARGER = 4
+"""A buffer more than so many times as large as asked for is left to others."""
 
 
 def buffer_bytes(n_bytes: int) -> int:
@@ -103,18 +143,28 @@ class Format:
             return self
         return replace(self, heads=kv_heads * (self.heads // max(self.kv_heads, 1)), kv_heads=kv_heads)
 
-    def segments(self, payload: Payload, rows: int) -> tuple[tuple[int, tuple[int, int, int, int]], ...]:
-        """Per segment its byte offset in the message and its shape."""
-        size = self.itemsize if payload == Payload.KV else self.accumulator_itemsize
-        first = (self.batch, self.kv_heads, rows, self.head_size)
-        second = (self.batch, self.kv_heads, rows, self.value_size)
-        return (HEADER_BYTES, first), (HEADER_BYTES + aligned(prod(first) * size), second)
+    def parts(self, payload: Payload) -> tuple[Part, ...]:
+        """What a message holds, in order."""
+        h, k, size, value = self.heads, self.kv_heads, (self.head_size,), (self.value_size,)
+        if payload == Payload.QUERIES:
+            return Part(h, size, False), Part(h, value, False), Part(h, (), True), Part(h, (), True)
+        if payload == Payload.DQ:
+            return (Part(h, size, True),)
+        wide = payload == Payload.DKV
+        return Part(k, size, wide), Part(k, value, wide)
+
+    def segments(self, payload: Payload, rows: int) -> Segments:
+        """Per part its byte offset in the message and its shape."""
+        return self._laid_out(payload, rows)[0]
 
     def message_bytes(self, payload: Payload, rows: int) -> int:
         """Length of a whole message, header and end mark included."""
-        size = self.itemsize if payload == Payload.KV else self.accumulator_itemsize
-        offset, shape = self.segments(payload, rows)[-1]
-        return offset + aligned(prod(shape) * size) + END_BYTES
+        return self._laid_out(payload, rows)[1]
+
+    def _laid_out(self, payload: Payload, rows: int) -> tuple[Segments, int]:
+        parts = self.parts(payload)
+        shapes = [(self.batch, part.heads, rows, *part.entry) for part in parts]
+        return segments(shapes, [self.accumulator_itemsize if part.wide else self.itemsize for part in parts])
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
 from ringspun.core.mask import Mask
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring, Route
-from ringspun.core.schedule import Geometry, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.errors import ConfigError
 from ringspun.planner.ring import Place, Work
 from ringspun.planner.simulate import Edge, simulate

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ringspun.core.accounting import memory
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Contiguous
 from ringspun.core.mask import Full
 from ringspun.core.route import Ring
-from ringspun.core.schedule import Geometry, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 
 

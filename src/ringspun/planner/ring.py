@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core.accounting import message_bytes
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Layout
 from ringspun.core.links import Link
 from ringspun.core.mask import Mask
+from ringspun.core.passes import Pass
 from ringspun.core.route import Route
 from ringspun.core.route.base import Action, MessageColumn, StepColumn, carried
-from ringspun.core.schedule import Geometry, Pass, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 from ringspun.planner.rates import LAUNCH_S
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core.accounting import message_bytes
+from ringspun.core.passes import Pass
 from ringspun.core.route.base import Action, MessageColumn, Moment, carried
-from ringspun.core.schedule import Pass, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.errors import ConfigError
 from ringspun.planner.ring import Place, Work, head_pairs
 

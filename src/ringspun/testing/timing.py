@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class Work:
 
     Args:
         ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
-        mask, layout, checks, route: of the ring. batch: B. ulysses: of the ranks, how many split heads.
+        mask, layout, checks, route, backward: of the ring. batch: B. ulysses: of the ranks, how many split heads.
     """
 
     ranks: int
@@ -40,6 +41,7 @@ class Work:
     batch: int = 1
     checks: str = "header"
     route: Route = field(default_factory=Ring)
+    backward: Literal["auto", "keys", "queries"] = "auto"
     ulysses: int = 1
 
 
@@ -58,7 +60,9 @@ def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
 
 def plan_on_rank(work: Work) -> Plan:
     """The plan of a work over the default group."""
-    context = ContextParallel(layout=work.layout, checks=work.checks, route=work.route, ulysses=work.ulysses)
+    context = ContextParallel(
+        layout=work.layout, checks=work.checks, route=work.route, backward=work.backward, ulysses=work.ulysses
+    )
     return context.plan(work.seq_len, work.mask)
 
 

@@ -287,13 +287,12 @@ class BlockBias(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBias:
-    """The bias of one rank's queries. `k_positions` gives the positions of a block."""
+    """The bias of what one rank computes. `positions` gives those of queries and of keys where it meets a block."""
 
     rule: Rule
     values: Tensor
-    q_positions: Tensor
-    k_positions: Callable[[int], Tensor]
+    positions: Callable[[int], tuple[Tensor, Tensor]]
 
     def block(self, source: int, heads: slice) -> BlockBias:
-        """Of some query heads against the keys of the block `source`."""
-        return BlockBias(*self.rule.part(self.values, heads), self.q_positions, self.k_positions(source))
+        """Of some query heads, where it meets the block `source`."""
+        return BlockBias(*self.rule.part(self.values, heads), *self.positions(source))

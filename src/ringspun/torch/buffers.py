@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from ringspun.core.wire import buffer_bytes
+from ringspun.core.wire import LARGER, buffer_bytes
 
 LATELY = 1024
 SLACK = 2
-LARGER = 4
-"""A buffer more than so many times as large as asked for is left to others."""
 Room = Callable[[Sequence[int], torch.dtype], Tensor]
 """Gives memory of a shape and dtype, contents undefined."""
 

@@ -21,13 +21,16 @@ import torch.utils.data
 from ringspun.core.checks import Checks
 from ringspun.core.choice_of_degrees import of_ring
 from ringspun.core.degrees import Inner
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Layout, Zigzag
 from ringspun.core.links import Links
 from ringspun.core.mask import Documents, Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Ring, Route
-from ringspun.core.schedule import Geometry, Schedule, compile_schedules, input_digest, mask_of
+from ringspun.core.schedule import Schedule, compile_schedules, input_digest, mask_of
 from ringspun.core.text import parse_route, shown
+from ringspun.core.ways import WANTED
+from ringspun.core.wire import Side
 from ringspun.errors import PlanError
 from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.torch import doubts
@@ -41,7 +44,7 @@ from ringspun.torch.partition import Partition
 from ringspun.torch.pieces import Pieces
 from ringspun.torch.plan import Plan, check_schedules
 from ringspun.torch.recent import Recent
-from ringspun.torch.routing import route_of
+from ringspun.torch.routing import may_turn, route_of
 from ringspun.torch.ulysses import hybrid_plan
 
 KEPT_READY = 4
@@ -74,6 +77,9 @@ class ContextParallel:
             size, a single process too, given the same kernel and number of threads. Tokens are dealt in units of 512,
             so that ranks may hold unequal numbers (of a short sequence none), and the route is
             `ringspun.core.route.InOrder`; see docs/trust.md for what it costs.
+        backward: what travels in backward: "keys" (k, v, and their gradients behind them), "queries" (q, the gradient
+            of out and what belongs to them, and dq behind), or "auto": what is fewer bytes, counted for each plan and
+            kind of tensors. The same gradients up to rounding; see docs/routes.md.
         ulysses: of the group's ranks, how many split the heads of one share of the sequence (a divisor; at most the
             number of query heads); the others are rings. "auto": what sends the fewest bytes, or takes the shortest
             time on `links`. See docs/hybrid.md. Default 1, or what the mesh says.
@@ -81,7 +87,8 @@ class ContextParallel:
         heads: for "auto": numbers of query and of key/value heads.
         ring_group, ulysses_group: instead of `group`: this rank's ring, and the ranks that split heads with it.
     Raises:
-        PlanError: a group that cannot be used, a route beside `deterministic`, or a `block_size` without the ring.
+        PlanError: a group that cannot be used, a route beside `deterministic`, a `block_size` without the ring, or
+            queries in backward by a route that moves none.
         LayoutError: with `deterministic`, a layout other than `Contiguous` and `Zigzag`.
     """
 
@@ -98,6 +105,7 @@ class ContextParallel:
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
+        backward: Literal["auto", "keys", "queries"] = "auto",
         ulysses: int | Literal["auto"] | None = None,
         inner: Inner | None = None,
         heads: tuple[int, int] | None = None,
@@ -112,10 +120,13 @@ class ContextParallel:
         if not isinstance(sync_steps, bool):
             raise PlanError(f"sync_steps must be True or False; got {sync_steps!r}.")
         self.sync_steps = sync_steps
+        if backward not in WANTED:
+            raise PlanError(f"backward must be one of {', '.join(map(repr, WANTED))}; got {backward!r}.")
+        self.backward = backward
         links = Links.load(Path(links)) if isinstance(links, str | os.PathLike) else links
         self.driver, degrees, self.weighed_degrees = place(
             group, ulysses=ulysses, inner=inner, heads=heads, ring_group=ring_group, ulysses_group=ulysses_group,
-            links=links, timeout_s=timeout_s,
+            links=links, backward=backward if may_turn(route, deterministic) else Side.KEYS.value, timeout_s=timeout_s,
         )  # fmt: skip
         self.degrees = degrees
         folder = os.environ.get(FOLDER_VARIABLE) or None if log_dir is None else log_dir
@@ -134,12 +145,18 @@ class ContextParallel:
         chosen = route_of(route, deterministic, links, block_size)
         self.pieces = Pieces(self.driver) if block_size == "auto" else None
         self.deterministic = "across_rings" if deterministic else None
+        if backward == Side.QUERIES.value and not chosen.turns:
+            given = "deterministic='across_rings'" if chosen.grid else f"route {chosen}"
+            raise PlanError(
+                f"backward must be 'auto' or 'keys' with {given}, by which no queries travel; got 'queries'. Leave one "
+                "out."
+            )
         chosen.layout(layout)
         split = degrees if degrees.ulysses > 1 else None
         here = tuple(sorted({degrees.place(rank)[0] for rank in self.driver.ring_ranks}))
         self.geometry = Geometry(degrees.ring, here, layout, chosen, split)
         asked: dict[str, Any] = {"layout": layout, "route": route, "links": links, "checks": checks}
-        asked |= {"block_size": block_size}
+        asked |= {"block_size": block_size, "backward": backward}
         asked |= {"sync_steps": sync_steps, "deterministic": deterministic}
         rings = drivers_of_rings(self.driver, degrees, timeout_s) if split else ()
         self.rings = tuple(ContextParallel(ring, **asked) for ring in rings)
@@ -291,6 +308,7 @@ class ContextParallel:
     def _agree_on_plan(self, inputs: bytes, fields: dict[str, str], failure: Exception | None) -> None:
         shared = {"context of the group": str(self.number), "checks": str(self.checks)}
         shared |= {"sync_steps": str(self.sync_steps), "deterministic": str(self.deterministic)}
+        shared |= {"backward": self.backward}
         self.driver.agree("the plan", digest_of((inputs, shared)), {**fields, **shared}, failure)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ringspun.core import ways
 from ringspun.core.checks import Checks
 from ringspun.core.partition import Sides
-from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format
+from ringspun.core.passes import Blocks, Pass
+from ringspun.core.schedule import Schedule
+from ringspun.core.wire import Format, Side
 from ringspun.errors import NotDifferentiable, RingspunError
 from ringspun.steplog.meter import Meter
 from ringspun.torch import ring, sharding, shares
@@ -21,10 +24,11 @@ from ringspun.torch.bias import FunctionRule, RankBias, Rule
 from ringspun.torch.buffers import BufferPool, Leases, in_lines
 from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.job import Job
 from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.ops import Grads
-from ringspun.torch.sums import scraps
+from ringspun.torch.scraps import scraps
 
 TOPIC = "an attention call"
 BACKWARD_TOPIC = "a backward call"
@@ -40,12 +44,21 @@ class Options:
     rule: Rule | None = None
 
 
+class Walk(NamedTuple):
+    """What a rank does in one direction: its pass, what goes round in it, and the tiles of each step."""
+
+    one: Pass
+    blocks: Blocks
+    tiles: list[StepTiles]
+
+
 @dataclass(eq=False)
 class Calls:
     """What all calls of a plan share.
 
     Args:
         sync_steps: whether all ranks finish a step before the next.
+        backward: what is asked to travel in backward (`ringspun.core.ways.WANTED`).
         meters: measure forward calls, one per rank, if they do.
         agreed: facts of the last call that all ranks agreed on, by topic.
     """
@@ -57,18 +70,23 @@ class Calls:
     plan_id: int
     checks: Checks
     sync_steps: bool = False
+    backward: str = "auto"
     meters: Sequence[Meter | None] = ()
     agreed: dict[str, str] = field(default_factory=dict)
+    _sides: dict[Format, Side] = field(default_factory=dict)
+    _digests: dict[Side, bytes] = field(default_factory=dict)
+    _walks: dict[Side | None, list[Walk]] = field(default_factory=dict)
 
     @property
     def grid(self) -> int:
         """See `Schedule`."""
         return self.schedules[0].grid
 
-    @cached_property
+    @property
     def n_bytes(self) -> int:
         """About what the schedules take, with their tiles as Python integers."""
         passes = [p for s in self.schedules for p in (s.forward, s.backward)]
+        passes += [walk.one for walk in self._walks.get(Side.QUERIES, ())]
         return sum(p.messages.nbytes + p.steps.nbytes + BYTES_OF_A_TILE * len(p.tiles) for p in passes)
 
     def fail(self, failure: Exception) -> None:
@@ -77,13 +95,25 @@ class Calls:
             self.driver.agree(TOPIC, bytes(32), {}, failure)
         self.driver.report(failure)
 
-    def agree(self, topic: str, wire: Format, fields: dict[str, str]) -> None:
+    def side(self, wire: Format) -> Side:
+        """What travels in backward calls of a format."""
+        if wire not in self._sides:
+            self._sides[wire] = ways.take(self.schedules[0], wire, self.backward)
+        return self._sides[wire]
+
+    def _sizes(self, side: Side) -> bytes:
+        """Stands for the rows of all blocks, of which there may be as many as pairs of ranks."""
+        if side not in self._digests:
+            self._digests[side] = digest_of(self._walks_of(side)[0].blocks.travelling_tokens.tobytes())
+        return self._digests[side]
+
+    def agree(self, topic: str, wire: Format, fields: dict[str, str], side: Side = Side.KEYS) -> None:
         """Agree with all ranks on the facts of a call: at a plan's first call, and whenever facts or sizes change.
 
         To remember all facts ever agreed on is not enough: ranks that then call with two different known ones, of one
         plan or of two, send each other messages of two lengths, and gloo aborts a process for that.
         """
-        text, sizes = repr(sorted(fields.items())), repr((wire, self._sizes))
+        text, sizes = repr(sorted(fields.items())), repr((wire, side, self._sizes(side)))
         if self.agreed.get(topic) == text and self.driver.state.agreed_sizes == sizes:
             return
         self.driver.agree(
@@ -93,41 +123,52 @@ class Calls:
         self.driver.state.agreed_sizes = sizes
 
     @cached_property
-    def _sizes(self) -> bytes:
-        """Stands for the rows of all blocks, of which there may be as many as pairs of ranks."""
-        return digest_of(self.schedules[0].travelling_tokens.tobytes())
-
-    @cached_property
-    def _tiles(self) -> list[tuple[list[StepTiles], list[StepTiles]]]:
+    def _tiles(self) -> list[list[list[StepTiles]]]:
         """Per rank, the tiles of forward's steps and of backward's."""
-        return [_step_tiles(s) for s in self.schedules]
+        return [_step_tiles(s.forward, s.backward) for s in self.schedules]
+
+    def _walks_of(self, backward: Side | None) -> list[Walk]:
+        """What each rank does in forward (None), or in backward while one side travels."""
+        if backward not in self._walks:
+            here = zip(self.schedules, self._tiles, strict=True)
+            if backward is None:
+                self._walks[backward] = [Walk(s.forward, s, tiles) for s, (tiles, _) in here]
+            elif backward == Side.KEYS:
+                self._walks[backward] = [Walk(s.backward, s, tiles) for s, (_, tiles) in here]
+            else:
+                turned = ways.turned(self.schedules)
+                self._walks[backward] = [Walk(one.backward, one, *_step_tiles(one.backward)) for one in turned]
+        return self._walks[backward]
 
     def jobs(
         self, q: Tensor, wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None, of: int | None = None
-    ) -> list[ring.Job]:
+    ) -> list[Job]:
         """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
         phase, sums = 0 if of is None else 1 + of, self.checks.sums(number)
+        walks = self._walks_of(None if of is None else self.side(wire))
         jobs = []
         meters = (None,) * len(self.schedules) if phase or not self.meters else self.meters
-        for schedule, tiles, log, meter in zip(self.schedules, self._tiles, state.logs, meters, strict=True):
-            bias = None if rule is None else self._bias(q, rule, terms.bias, schedule)
-            ids = self.plan_id, number, phase, log, self.sync_steps
-            jobs.append(
-                ring.Job(schedule, tiles[min(phase, 1)], kernel, wire, self.pool, terms, bias, *ids, sums, meter)
-            )
+        for schedule, walk, log, meter in zip(self.schedules, walks, state.logs, meters, strict=True):
+            bias = None if rule is None else self._bias(q, rule, terms.bias, walk)
+            what = schedule, walk.one, walk.blocks, walk.tiles, kernel, wire, self.pool, terms, bias
+            jobs.append(Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter))
         return jobs
 
-    def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, schedule: Schedule) -> RankBias:
-        values = q.new_zeros(0) if values is None else values
+    def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, walk: Walk) -> RankBias:
+        values, blocks = q.new_zeros(0) if values is None else values, walk.blocks
+        going, staying = self.sides.keys, self.sides.queries
+        if walk.one.side == Side.QUERIES:
+            going, staying = staying, going
+        own = torch.from_numpy(staying.positions(blocks.ring_rank)).to(q.device)
 
         @lru_cache(maxsize=1)
-        def keys(block: int) -> Tensor:
-            return torch.from_numpy(schedule.key_positions(block, self.sides.keys)).to(q.device)
+        def positions(block: int) -> tuple[Tensor, Tensor]:
+            theirs = torch.from_numpy(blocks.positions(block, going)).to(q.device)
+            return (own, theirs) if walk.one.side == Side.KEYS else (theirs, own)
 
-        own = torch.from_numpy(self.sides.queries.positions(schedule.ring_rank)).to(q.device)
-        return RankBias(rule, values.to(accumulator_dtype(q.dtype)), own, keys)
+        return RankBias(rule, values.to(accumulator_dtype(q.dtype)), positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +223,8 @@ class Execution:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
         kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
         facts = _facts(wire, kernel, terms, rule) | {"gradients of q, k, v, sinks, bias": str(grads.needs)}
-        calls.agree(BACKWARD_TOPIC, wire, facts)
+        side = calls.side(wire)
+        calls.agree(BACKWARD_TOPIC, wire, facts | {"what travels": side.value}, side)
         if self._mark(q.device) != call[1]:
             failure = NotDifferentiable(
                 "bias function must give in backward what it gave in forward; it changed in between. Bind what it uses "
@@ -227,9 +269,8 @@ class Execution:
         if not self.calls.grid:
             return saved
         out, lse, dout, dlse, delta = saved
-        return Saved(
-            in_lines(out), in_lines(lse), in_lines(dout), None if dlse is None else in_lines(dlse), in_lines(delta)
-        )
+        out, dlse = (None if x is None else in_lines(x) for x in (out, dlse))
+        return Saved(out, in_lines(lse), in_lines(dout), dlse, in_lines(delta))
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows of each rank that this process plays."""
@@ -247,15 +288,15 @@ def _saved(grads: Grads, out: Tensor, lse: Tensor, delta: Tensor) -> Saved:
     return Saved(out, lse, grads.dout, grads.dlse, delta)
 
 
-def _step_tiles(schedule: Schedule) -> tuple[list[StepTiles], list[StepTiles]]:
-    """Of each step of either pass; equal ones are one, lowered once: of both passes, of strides."""
+def _step_tiles(*passes: Pass) -> list[list[StepTiles]]:
+    """Of each step of some passes; equal ones are one, lowered once: of both directions, of strides."""
     kept: dict[bytes, StepTiles] = {}
 
     def of_pass(one: Pass) -> list[StepTiles]:
         each = (one.tiles_of(step) for step in range(len(one)))
         return [kept.setdefault(tiles.tobytes(), StepTiles(tiles)) for tiles in each]
 
-    return of_pass(schedule.forward), of_pass(schedule.backward)
+    return [of_pass(one) for one in passes]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

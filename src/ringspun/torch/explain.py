@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringspun.core import accounting
+from ringspun.core import accounting, ways
 from ringspun.core.choice import Weighed
 from ringspun.core.choice_of_degrees import WeighedDegrees
 from ringspun.core.degrees import Degrees
+from ringspun.core.passes import Blocks, Pass
 from ringspun.core.route.base import NONE, Action, MessageColumn, StepColumn, carried
-from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format
+from ringspun.core.schedule import Schedule
+from ringspun.core.wire import Format, Side
 from ringspun.torch.kernels import Call, Kernel, verdicts
 
 
@@ -21,8 +22,8 @@ class Step:
     """One step of one pass.
 
     Args:
-        source: ring rank that owns the keys, -1: several at once; with ``deterministic="across_rings"`` the unit that
-            they are.
+        source: ring rank that owns the keys, or the queries where these travel, -1: several at once; with
+            ``deterministic="across_rings"`` the unit of keys.
         tiles: of this rank. pairs: allowed ones, of one head that it computes (and one batch row, unless rows have
             their own masks).
         imbalance: most over mean pairs among all ranks (of unequal `speeds`: of the time they take).
@@ -69,8 +70,9 @@ class Explanation:
         forward, backward: the steps. flops: of this rank, forward and backward. hops: steps that send keys and values.
         peak: bytes alive at once, itemised. ring: of all ranks together, forward. weighed: routes and the seconds that
             their messages would take, where the route was chosen by links. blocks: what of a shard travels at once, and
-            why, in words. exchanged: bytes that this rank sends in exchanges of heads for rows, forward and backward.
-            degrees: of the hybrid; None: heads are not split; else all other counts are of its ring.
+            why, in words. travels: in backward. sent: bytes of all ranks of the ring in backward, by what travels;
+            empty where only keys can. exchanged: bytes that this rank sends in exchanges of heads for rows, forward and
+            backward. degrees: of the hybrid; None: heads are not split; else all other counts are of its ring.
             weighed_degrees: what they were chosen from, if they were.
     """
 
@@ -86,6 +88,8 @@ class Explanation:
     ring: Whole
     weighed: Weighed = ()
     blocks: str = ""
+    travels: Side = Side.KEYS
+    sent: dict[Side, int] = field(default_factory=dict)
     exchanged: tuple[int, int] = (0, 0)
     degrees: Degrees | None = None
     weighed_degrees: WeighedDegrees = ()
@@ -104,18 +108,22 @@ class Explanation:
         if self.degrees:
             forward, backward = map(_size, self.exchanged)
             lines.append(f"{self.degrees}: exchanges send {forward} forward, {backward} backward")
+        if any(self.sent.values()):
+            sizes = ", ".join(f"{side.value} {_size(n_bytes)}" for side, n_bytes in self.sent.items())
+            lines.append(f"backward: {self.travels.value} travel; all ranks would send: {sizes}")
         lines.append(f"as ring rank {self.ring_rank}:")
-        for name, steps, flops in (
-            ("forward", self.forward, self.flops[0]),
-            ("backward", self.backward, self.flops[1]),
+        for name, steps, flops, side in (
+            ("forward", self.forward, self.flops[0], Side.KEYS),
+            ("backward", self.backward, self.flops[1], self.travels),
         ):
             lines.append(
                 f"{name}: {sum(s.tiles for s in steps)} tiles, {flops / 1e9:.3g} GFLOP, sends "
                 f"{_size(sum(s.sent_bytes for s in steps))}" + (f" in {self.hops} hops" if name == "forward" else "")
             )
-            lines.append("  step  keys of  tiles        pairs  most/mean       sends    receives")
+            whose = f"{side.value} of"
+            lines.append(f"  step  {whose}  tiles        pairs  most/mean       sends    receives")
             lines += [
-                f"  {i:4}  {'several' if s.source < 0 else s.source:>7}  {s.tiles:5}  {s.pairs:11,}  "
+                f"  {i:4}  {'several' if s.source < 0 else s.source:>{len(whose)}}  {s.tiles:5}  {s.pairs:11,}  "
                 f"{s.imbalance:9.2f}  {_size(s.sent_bytes):>10}  {_size(s.received_bytes):>10}"
                 for i, s in enumerate(steps)
             ]
@@ -128,12 +136,18 @@ class Explanation:
 
 def explain(
     plan: str, ring_rank: int, everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format, call: Call,
-    wanted: str | Kernel | None, blocks: str,
+    wanted: str | Kernel | None, backward: str, blocks: str,
 ) -> Explanation:  # fmt: skip
-    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; blocks: in words."""
+    """See `Plan.explain`. `everybody`: the schedules of all ranks; speeds: of unequal ranks; backward: see
+    `ringspun.core.ways`; blocks: in words."""
     found, schedule = verdicts(call, wanted), everybody[ring_rank]
-    passes = [s.forward for s in everybody], [s.backward for s in everybody]
-    steps = [_steps(schedule, all_ranks[ring_rank], all_ranks, speeds, wire) for all_ranks in passes]
+    taken = ways.taken(everybody, wire, backward)
+    passes = [s.forward for s in everybody], [s.backward for s in taken]
+    going = schedule, taken[ring_rank]
+    steps = [
+        _steps(mine, all_ranks[ring_rank], all_ranks, speeds, wire, schedule.grid)
+        for mine, all_ranks in zip(going, passes, strict=True)
+    ]
     counts = [
         accounting.account(p[ring_rank], wire, backward=back) for p, back in zip(passes, (False, True), strict=True)
     ]
@@ -146,10 +160,12 @@ def explain(
         steps[1],
         (counts[0].flops, counts[1].flops),
         counts[0].hops,
-        accounting.memory(schedule, wire),
+        accounting.memory(schedule, wire, taken[ring_rank]),
         _whole(everybody, speeds, wire),
         schedule.weighed,
         blocks,
+        passes[1][0].side,
+        {} if schedule.origin is None else ways.sent_bytes(schedule, wire),
     )
 
 
@@ -167,10 +183,10 @@ def _whole(everybody: tuple[Schedule, ...], speeds: Speeds, wire: Format) -> Who
     )
 
 
-def _steps(schedule: Schedule, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format) -> tuple[Step, ...]:
+def _steps(mine: Blocks, one: Pass, everybody: list[Pass], speeds: Speeds, wire: Format, grid: int) -> tuple[Step, ...]:
     balance = accounting.imbalance(everybody, speeds)
     blocks = one.steps[:, StepColumn.SOURCE].tolist()
-    sources = blocks if schedule.grid else [NONE if b == schedule.whole else schedule.owner(b) for b in blocks]
+    sources = blocks if grid else [NONE if b == mine.whole else mine.owner(b) for b in blocks]
     tiles, pairs = np.diff(one.tile_offsets), one.pairs
     tiles[~accounting.computing(one, wire)] = pairs[~accounting.computing(one, wire)] = 0
     moved = {action: np.zeros(len(one), np.int64) for action in Action}

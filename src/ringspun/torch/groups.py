@@ -38,6 +38,7 @@ def place(
     ring_group: Any,
     ulysses_group: Any,
     links: Links | None,
+    backward: str,
     timeout_s: float,
 ) -> Place:
     """See `ringspun.torch.ContextParallel`.
@@ -66,7 +67,7 @@ def place(
     if ulysses == "auto":
         if not (isinstance(heads, tuple) and len(heads) == 2 and all(map(is_integer, heads))):
             raise PlanError(f"heads must be two integers, query heads and key/value heads; got {heads!r}.")
-        weighed = choose_degrees(driver.size, int(heads[0]), int(heads[1]), links=links)
+        weighed = choose_degrees(driver.size, int(heads[0]), int(heads[1]), links=links, backward=backward)
         return Place(driver, replace(weighed[0][0], inner=inner or "ulysses"), weighed)
     degree = 1 if ulysses is None else ulysses
     if not is_integer(degree) or degree < 1 or driver.size % degree:

@@ -70,7 +70,7 @@ class Plan:
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         asked = context.checks, context.sync_steps
         meters = () if context.pieces is None else context.pieces.meters(sides, schedules)
-        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked, meters)
+        self._calls = Calls(context.driver, context.pool, sides, schedules, plan_id, *asked, context.backward, meters)
         self._says = sdpa.what_calls_may_say(sides, mask) if context.sdpa_used else None
         self._handles: OrderedDict[Options, tuple[int, Execution]] = OrderedDict()
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
@@ -279,7 +279,8 @@ class Plan:
         speeds = getattr(self._sides.queries.layout, "speeds", None)
         pieces = self._context.pieces
         blocks = words_of_blocks(self.schedule, None if pieces is None else pieces.why(self._route, self._sides))
-        return explain(self._words, chosen, self._everybody, speeds, wire_of(q, k, v), call, kernel, blocks)
+        asked_of_all = self._everybody, speeds, wire_of(q, k, v)
+        return explain(self._words, chosen, *asked_of_all, call, kernel, self._context.backward, blocks)
 
     @property
     def _words(self) -> str:

@@ -6,111 +6,33 @@ slot that it names, and posts the messages that it names (`ringspun.core.route.b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, carried, pack_slot
-from ringspun.core.schedule import Pass, Schedule
-from ringspun.core.wire import Format, Header, Payload, heads_of
-from ringspun.steplog import StepLog, What
-from ringspun.steplog.log import call_words
-from ringspun.steplog.meter import Meter
-from ringspun.torch.bias import RankBias
-from ringspun.torch.buffers import BufferPool, Leases
-from ringspun.torch.drivers.base import RankProgram, Together, Transfer
-from ringspun.torch.kernels.base import Block, Kernel, Rows, Saved, StepTiles, Terms, accumulator_dtype
-from ringspun.torch.messages import check, clear, seal, views
+from ringspun.core.route.base import OWN, Moment, StepColumn
+from ringspun.core.wire import Side
+from ringspun.steplog import What
+from ringspun.torch.buffers import Leases
+from ringspun.torch.drivers.base import RankProgram
+from ringspun.torch.job import Job, Part
+from ringspun.torch.kernels.base import Gradients, Rows, Saved, accumulator_dtype
+from ringspun.torch.mail import Mail
 from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum, add_to
-
-Flow = Generator[Any, Any, None]
-_NO_TILES = StepTiles(np.zeros((0, 8), np.int64))
-
-
-class Part(NamedTuple):
-    """What a step computes: its tiles, of some query heads and the KV heads that they read."""
-
-    tiles: StepTiles
-    heads: slice
-    kv_heads: slice
-
-
-@dataclass(frozen=True)
-class Job:
-    """One rank's part of one call.
-
-    Args:
-        schedule: what to do. tiles: the tiles of each step. kernel: who computes them. wire: what messages look like.
-        pool: where buffers come from. terms: what enters beside q, k, v. bias: this rank's, where there is one.
-        plan_id, call, phase: what stands in headers: the plan; the number of this call on this ring; 0 in forward, in
-            backward 1 + the number of the forward call that it belongs to.
-        log: this rank's. sync_steps: whether all ranks finish a step before the next.
-        sums: whether messages carry checksums. meter: measures the call, if one does.
-    """
-
-    schedule: Schedule
-    tiles: list[StepTiles]
-    kernel: Kernel
-    wire: Format
-    pool: BufferPool
-    terms: Terms
-    bias: RankBias | None
-    plan_id: int
-    call: int
-    phase: int
-    log: StepLog
-    sync_steps: bool
-    sums: bool
-    meter: Meter | None = None
-
-    @property
-    def parts(self) -> list[slice]:
-        """Rows of the queries that are summed over, or gone through, by themselves: all, or each unit on a grid."""
-        tokens, grid = self.schedule.local_tokens, self.schedule.grid
-        return [slice(a, min(a + grid, tokens)) for a in range(0, tokens, grid)] if grid else [slice(0, tokens)]
-
-    def owner(self, step: int, row: Any) -> int:
-        """Ring rank whose keys a step computes with; this one's where it computes nothing."""
-        schedule = self.schedule
-        return schedule.owner(int(row[StepColumn.SOURCE])) if len(self.tiles[step].tiles) else schedule.ring_rank
-
-    def part(self, step: int, row: Any) -> Part:
-        """What a step computes."""
-        kv = self.kv_heads(row, StepColumn)
-        group = self.wire.heads // max(self.wire.kv_heads, 1)
-        tiles = self.tiles[step] if kv.start < kv.stop else _NO_TILES
-        return Part(tiles, slice(kv.start * group, kv.stop * group), kv)
-
-    def kv_heads(self, row: Any, column: type[StepColumn] | type[MessageColumn]) -> slice:
-        """The KV heads of a step or of a message."""
-        return heads_of(int(row[column.STRIDE]), int(row[column.STRIDES]), self.wire.kv_heads)
-
-    def block(self, part: Part, q: Tensor, keys: tuple[Tensor, Tensor], source: int) -> Block:
-        """Local queries and the block `source`."""
-        bias = None if self.bias is None or not len(part.tiles.tiles) else self.bias.block(source, part.heads)
-        return Block(q[:, part.heads], *keys, self.terms.scale, self.terms.softcap, bias)
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tensor, Tensor]]:
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
-    one, dtype = job.schedule.forward, accumulator_dtype(q.dtype)
-    mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
+    one, dtype = job.one, accumulator_dtype(q.dtype)
+    mail, leases = Mail(job, (k, v)), Leases(job.pool, q.device)
     running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), dtype, q.device, leases.room(dtype, q.dtype))
     for step, row in enumerate(one.steps):
         part = job.part(step, row)
         yield from mail.arrive(step, row, part)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block, mine = (
-            job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE])),
-            running.of_heads(part.heads),
-        )
+        operands = q[:, part.heads], *mail.block(row, part)
+        block, mine = job.block(part, int(row[StepColumn.SOURCE]), operands), running.of_heads(part.heads)
         for rows, out, lse in job.kernel.forward(block, part.tiles):
             mine.add(rows, out, lse)
             del out, lse  # not kept while the next are made
@@ -127,11 +49,15 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
 
 def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankProgram[tuple[Tensor, ...]]:
     """This rank's ``(dq, dk, dv)``, each in its input's dtype, and its shares of the bias's gradient: one, or one per
-    unit of queries on a grid. Blocks go round again; their gradients follow them home."""
-    one, dtype, grid = job.schedule.backward, accumulator_dtype(q.dtype), job.schedule.grid
-    mail, leases = _Mail(job, one, (k, v)), Leases(job.pool, q.device)
-    dq, *own = (RowSum(x.shape, dtype, leases.room(dtype, x.dtype)) for x in (q, k, v))
-    dq.reserve()  # now, or blocks would take the buffer of its size that forward left
+    unit of queries on a grid. Blocks of keys go round again, or blocks of queries with what backward knows of them;
+    their gradients follow them home, and those of the other side gather here."""
+    one, dtype, grid = job.one, accumulator_dtype(q.dtype), job.schedule.grid
+    queries, leases = one.side == Side.QUERIES, Leases(job.pool, q.device)
+    mail = Mail(job, (q, saved.dout, saved.lse, saved.delta) if queries else (k, v))
+    dq, dk, dv = (RowSum(x.shape, dtype, leases.room(dtype, x.dtype)) for x in (q, k, v))
+    staying, going = ((dk, dv), (dq,)) if queries else ((dq,), (dk, dv))
+    for total in staying:
+        total.reserve()  # now, or blocks would take the buffers of its size that forward left
     values = q.new_zeros(0) if job.bias is None else job.bias.values
     dbias = q.new_zeros((len(job.parts), *values.shape), dtype=dtype)
     for step, row in enumerate(one.steps):
@@ -139,275 +65,67 @@ def backward(job: Job, q: Tensor, k: Tensor, v: Tensor, saved: Saved) -> RankPro
         yield from mail.arrive(step, row, part)
         arrived = False
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
-        block, mine = job.block(part, q, mail.block(row, part), int(row[StepColumn.SOURCE])), dq.of_heads(part.heads)
-        for g in job.kernel.backward(block, saved.heads(part.heads), part.tiles):
+        operands, known = (_with_queries if queries else _with_keys)(row, part, mail.block(row, part), (q, k, v), saved)
+        block = job.block(part, int(row[StepColumn.SOURCE]), operands)
+        of_staying, of_going = (part.kv_heads, part.heads) if queries else (part.heads, part.kv_heads)
+        here = [total.of_heads(of_staying) for total in staying]
+        for g in job.kernel.backward(block, known, part.tiles):
             if not arrived:  # waited for only now, when the first tile has hidden the journey
-                away = yield from mail.collect(step, row, own)
+                away = yield from mail.collect(step, row, going)
                 arrived = True
-            mine.add(g.q_rows, g.dq)
-            for n, found in enumerate((g.dk, g.dv)):
+            stay, go = (_of_keys(g), _of_queries(g)) if queries else (_of_queries(g), _of_keys(g))
+            for total, found in zip(here, stay.parts, strict=True):
+                total.add(stay.rows, found)
+            for n, found in enumerate(go.parts):
                 if away is None:
-                    own[n].of_heads(part.kv_heads).add(g.k_rows, found)
+                    going[n].of_heads(of_going).add(go.rows, found)
                 else:
-                    add_to(away[n][g.k_rows.batch, :, g.k_rows.tokens], found)
+                    add_to(away[n][go.rows.batch, :, go.rows.tokens], found)
             if g.dbias is not None and job.bias is not None:
                 share = dbias[g.q_rows.tokens.start // grid if grid else 0]
                 job.bias.rule.part(share, part.heads)[1].add_(g.dbias)
-            del g, found  # not kept while the next are made
+            del g, stay, go, found  # not kept while the next are made
         if not arrived:
-            away = yield from mail.collect(step, row, own)
+            away = yield from mail.collect(step, row, going)
         if away is not None:
-            mail.bring_home(step, row, own)
+            mail.bring_home(step, row, going)
         mail.release(step, 2)
         yield from mail.post(step, Moment.AFTER)
         yield from mail.finish(step)
     yield from mail.close()
-    results = *(x.sum.to(q.dtype) for x in (dq, *own)), dbias
+    results = *(x.sum.to(q.dtype) for x in (dq, dk, dv)), dbias
     leases.close()
     return results
 
 
-class _Posted(NamedTuple):
-    """Messages under way: those that come, with the header that each must have and who sends it; and what the step log
-    calls the time that they are waited for at."""
+class _Shares(NamedTuple):
+    """Of the gradients of one side, of some rows."""
 
-    ticket: Any
-    step: int
-    when: int
-    expected: list[tuple[Tensor, Header, int]]
+    rows: Rows
+    parts: tuple[Tensor, ...]
 
 
-class _Held(NamedTuple):
-    """What lies in a slot: some KV heads of a block, or of its gradients."""
-
-    payload: Payload
-    slot: int
-    block: int
-    heads: slice
+def _of_queries(g: Gradients) -> _Shares:
+    return _Shares(g.q_rows, (g.dq,))
 
 
-class _Mail:
-    """One rank's buffers and messages during one pass."""
-
-    def __init__(self, job: Job, one: Pass, own: tuple[Tensor, Tensor]) -> None:
-        self._job, self._pass, self._own = job, one, own
-        self._me = job.schedule.ring_rank
-        self._device = own[0].device
-        self._slots: dict[tuple[Payload, int], Tensor] = {}
-        self._slot_bytes = job.schedule.slot_bytes(one, job.wire)
-        self._open: dict[tuple[int, Moment], list[_Posted]] = {}
-        note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
-        self.note = note if job.meter is None else job.meter.hearing(note)
-        self.note(What.CALL)
-
-    def arrive(self, step: int, row: Any, part: Part) -> Flow:
-        """Wait for what a step computes with, and start the messages of those after it."""
-        yield from self.wait(step, Moment.BEFORE)
-        self._put_together(step, row, part)
-        self.release(step, 0)
-        yield from self.post(step, Moment.BEFORE)
-
-    def collect(self, step: int, row: Any, own: Sequence[RowSum]) -> Generator[Any, Any, tuple[Tensor, Tensor] | None]:
-        """Wait for the gradients that are due. Where a step's gather (None: in `own`)."""
-        yield from self.wait(step, Moment.AFTER)
-        away = self.gradients(row)
-        if away is None:
-            self.bring_home(step, row, own)
-        self.release(step, 1)
-        return away
-
-    def release(self, step: int, third: int) -> None:
-        """Give back the buffers that nothing uses after this part of a step (`Pass.last_uses`)."""
-        for key in [k for k in self._slots if self._pass.last_uses[k] <= 3 * step + third]:
-            self._job.pool.give_back(self._slots.pop(key))
-
-    def post(self, step: int, moment: Moment) -> Flow:
-        """Start the messages of one step and moment, those together that are waited for together."""
-        rows = carried(self._pass.messages_of(step, moment), self._job.wire.kv_heads)
-        for due in np.unique(rows[:, MessageColumn.DUE]).tolist():
-            transfers, expected = [], []
-            when = moment + len(Moment) * (due - step - 1)
-            for row in rows[rows[:, MessageColumn.DUE] == due]:
-                transfer, header = self._message(row, when)
-                transfers.append(transfer)
-                if transfer.action == Action.RECEIVE:
-                    expected.append((transfer.buffer, header, transfer.peer))
-            self._open.setdefault((due, moment), []).append(_Posted((yield transfers), step, when, expected))
-
-    def _message(self, row: NDArray[np.int64], when: int) -> tuple[Transfer, Header]:
-        """One message, its buffer ready."""
-        job, step, source = self._job, int(row[MessageColumn.STEP]), int(row[MessageColumn.SOURCE])
-        payload, action = Payload(row[MessageColumn.PAYLOAD]), Action(row[MessageColumn.ACTION])
-        peer = int(row[MessageColumn.PEER])
-        buffer = self._buffer(self._of_message(row))
-        header = Header(job.plan_id, job.call, job.phase, payload, step, source, buffer.numel())
-        if action == Action.SEND:
-            packed = row[MessageColumn.SLOT] <= OWN
-            if packed:
-                self._pack(row)
-            # gradients, to which every rank adds, get a new checksum
-            seal(buffer, header, sums=job.sums, relayed=payload == Payload.KV and not packed)
-        else:
-            clear(buffer)
-        posted = What.SEND if action == Action.SEND else What.RECEIVE
-        self.note(posted, step, when, payload, job.schedule.owner(source), peer, header.length)
-        what = f"{payload.name} of {self._named(source)} at step {step} of call {job.call}"
-        return Transfer(action, peer, buffer, what, header), header
-
-    def wait(self, step: int, moment: Moment) -> Flow:
-        """Wait for what is due, and check what came."""
-        for posted in self._open.pop((step, moment), []):
-            self.note(What.WAIT, posted.step, posted.when)
-            yield posted.ticket
-            self.note(What.LANDED, posted.step, posted.when)
-            for message in posted.expected:
-                self._check(*message)
-
-    def finish(self, step: int) -> Flow:
-        """With `sync_steps`, wait until all ranks have all that they posted up to this step."""
-        if self._job.sync_steps:
-            yield from self._wait_for_all()
-            yield Together(f"the end of step {step} of {call_words(self._job.call, self._job.phase)}")
-
-    def close(self) -> Flow:
-        """Wait for everything and give the buffers back."""
-        yield from self._wait_for_all()
-        while self._slots:
-            self._job.pool.give_back(self._slots.popitem()[1])
-        self.note(What.END)
-
-    def _wait_for_all(self) -> Flow:
-        for due, moment in sorted(self._open):
-            yield from self.wait(due, moment)
-
-    def block(self, row: Any, part: Part) -> tuple[Tensor, Tensor]:
-        """Keys and values of a step; a step without tiles may have none, and then gets the rank's own."""
-        if len(part.tiles.tiles) == 0:
-            return self._own
-        source = int(row[StepColumn.SOURCE])
-        if row[StepColumn.SLOT] == OWN:
-            rows = self._indices(self._job.schedule.rows_of_tiles(source))
-            k, v = (x[:, part.kv_heads, rows] for x in self._own)
-            return (_copy(k), _copy(v)) if self._job.schedule.grid else (k, v)
-        return self._views(self._of_step(row, Payload.KV, StepColumn.SLOT))
-
-    def gradients(self, row: Any) -> tuple[Tensor, Tensor] | None:
-        """Where the gradients of a step's block gather, zeroed where the schedule says that they start here; None for
-        the rank's own."""
-        if row[StepColumn.GRAD_SLOT] == OWN:
-            return None
-        dk, dv = self._views(self._of_step(row, Payload.DKV, StepColumn.GRAD_SLOT))
-        if row[StepColumn.GRAD_FRESH]:
-            dk.zero_()
-            dv.zero_()
-        return dk, dv
-
-    def bring_home(self, step: int, row: Any, own: Sequence[RowSum]) -> None:
-        """Add what was gathered for this rank's keys, at the step that the schedule names."""
-        if row[StepColumn.HOME_SLOT] != NONE:
-            self._add_home(own, self._of_step(row, Payload.DKV, StepColumn.HOME_SLOT, StepColumn.HOME))
-        for m in self._unpacked(step, Payload.DKV):
-            self._add_home(own, self._of_message(m))
-
-    def _add_home(self, own: Sequence[RowSum], held: _Held) -> None:
-        for mine, theirs in zip(own, self._views(held), strict=True):
-            home = mine.of_heads(held.heads)
-            for rows, place in self._own_rows(held.block):
-                if isinstance(rows, slice):
-                    home.add(Rows(slice(0, None), rows), theirs[:, :, place])
-                else:
-                    home.add_rows(rows, theirs[:, :, place])
-
-    def _own_rows(self, block: int) -> list[tuple[Any, slice]]:
-        """Which of the rank's own rows a block holds, and where."""
-        schedule = self._job.schedule
-        if block != schedule.whole:
-            return [(self._indices(schedule.travelling_rows(block)), slice(None))]
-        return [(rows, place) for part, rows, place in self._gathered if part == self._me]
-
-    @property
-    def _gathered(self) -> list[tuple[int, slice, slice]]:
-        """Of what is put together: rows of which block, and where they lie in it."""
-        table = self._job.schedule.gathered.tolist()
-        return [(block, slice(a, b), slice(place, place + b - a)) for block, a, b, place in table]
-
-    def _put_together(self, step: int, row: Any, part: Part) -> None:
-        """The block of a step, where it is of several ranks' rows."""
-        whole = self._job.schedule.whole
-        if row[StepColumn.SOURCE] != whole or not len(part.tiles.tiles):
-            return
-        came = {self._me: [x[:, part.kv_heads] for x in self._own]}
-        for held in map(self._of_message, self._unpacked(step, Payload.KV)):
-            came[held.block] = [*self._views(held)]
-        room = self._views(self._of_step(row, Payload.KV, StepColumn.SLOT))
-        for block, rows, place in self._gathered:
-            for into, x in zip(room, came[block], strict=True):
-                into[:, :, place] = x[:, :, rows]
-
-    def _unpacked(self, step: int, payload: Payload) -> NDArray[np.int64]:
-        """Messages that are waited for at a step and belong elsewhere than in their slot."""
-        m = carried(self._pass.messages, self._job.wire.kv_heads)
-        due = (m[:, MessageColumn.DUE] == step) & (m[:, MessageColumn.PAYLOAD] == payload)
-        comes = (m[:, MessageColumn.ACTION] == Action.RECEIVE) & (m[:, MessageColumn.SLOT] <= OWN)
-        found: NDArray[np.int64] = m[due & comes]
-        return found
-
-    def _named(self, block: int) -> str:
-        """A block in words: it is a rank's shard, or a part of it."""
-        schedule = self._job.schedule
-        part = f"unit {block} of " if schedule.grid else "part of " if block >= schedule.ring_size else ""
-        return f"{part}ring rank {schedule.owner(block)}"
-
-    def _indices(self, rows: Any) -> Any:
-        """Rows as torch takes them."""
-        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
-
-    def _check(self, buffer: Tensor, header: Header, peer: int) -> None:
-        """Compare what came with what the schedule expects."""
-        what = (
-            f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
-            f"that ring rank {peer} sent at step {header.step} of call {header.call}"
-        )
-        check(buffer, header, what, sums=self._job.sums)
-
-    def _of_message(self, row: NDArray[np.int64]) -> _Held:
-        payload, slot, block = row[[MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.SOURCE]].tolist()
-        return _Held(Payload(payload), pack_slot(slot), block, self._job.kv_heads(row, MessageColumn))
-
-    def _of_step(self, row: Any, payload: Payload, slot: StepColumn, block: StepColumn = StepColumn.SOURCE) -> _Held:
-        return _Held(payload, int(row[slot]), int(row[block]), self._job.kv_heads(row, StepColumn))
-
-    def _wire(self, held: _Held) -> Format:
-        return self._job.wire.of_heads(held.heads.stop - held.heads.start)
-
-    def _buffer(self, held: _Held) -> Tensor:
-        key = held.payload, held.slot
-        if key not in self._slots:
-            self._slots[key] = self._job.pool.lease(self._slot_bytes[key], self._device)
-        n_bytes = self._wire(held).message_bytes(held.payload, self._job.schedule.rows(held.block))
-        return self._slots[key][:n_bytes]
-
-    def _views(self, held: _Held) -> tuple[Tensor, Tensor]:
-        dtype = self._own[0].dtype if held.payload == Payload.KV else accumulator_dtype(self._own[0].dtype)
-        segments = self._wire(held).segments(held.payload, self._job.schedule.rows(held.block))
-        first, second = views(self._buffer(held), segments, (dtype, dtype))
-        return first, second
-
-    def _pack(self, row: NDArray[np.int64]) -> None:
-        """What a message carries: the rank's own keys, or of the step's gradients those of one owner's rows."""
-        held = self._of_message(row)
-        if held.payload == Payload.KV:
-            rows = self._indices(self._job.schedule.travelling_rows(held.block))
-            parts, sources = [(slice(None), rows)], [x[:, held.heads] for x in self._own]
-        else:
-            step = self._pass.steps[row[MessageColumn.STEP]]
-            parts = [(rows, place) for block, rows, place in self._gathered if block == held.block]
-            sources = [*self._views(self._of_step(step, Payload.DKV, StepColumn.GRAD_SLOT))]
-        for view, source in zip(self._views(held), sources, strict=True):
-            for into, rows in parts:
-                view[:, :, into] = source[:, :, rows]
+def _of_keys(g: Gradients) -> _Shares:
+    return _Shares(g.k_rows, (g.dk, g.dv))
 
 
-def _copy(x: Tensor) -> Tensor:
-    """As it would lie in a message."""
-    return x.clone(memory_format=torch.contiguous_format)
+def _with_keys(
+    row: Any, part: Part, met: tuple[Tensor, ...], own: tuple[Tensor, ...], saved: Saved
+) -> tuple[tuple[Tensor, ...], Saved]:
+    """A rank's queries with the block of keys and values that they met, and what is known of the queries."""
+    return (own[0][:, part.heads], *met), saved.heads(part.heads)
+
+
+def _with_queries(
+    row: Any, part: Part, met: tuple[Tensor, ...], own: tuple[Tensor, ...], saved: Saved
+) -> tuple[tuple[Tensor, ...], Saved]:
+    """A rank's keys and values with the block of queries that met them, and what is known of the queries."""
+    keys = (x[:, part.kv_heads] for x in own[1:])
+    if row[StepColumn.SLOT] == OWN:  # its own, of which it knows `out` as well
+        return (own[0][:, part.heads], *keys), saved.heads(part.heads)
+    q, dout, lse, delta = met
+    return (q, *keys), Saved(None, lse, dout, None, delta)

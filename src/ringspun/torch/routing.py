@@ -32,6 +32,13 @@ def route_of(route: Route | str, deterministic: object, links: Links | None, blo
     return InOrder()
 
 
+def may_turn(route: Route | str, deterministic: object) -> bool:
+    """Whether queries may travel in backward by what is asked for (`Route.turns`)."""
+    if deterministic:
+        return False
+    return route == "auto" or (parse_route(route) if isinstance(route, str) else route).turns
+
+
 def _ring(route: Route | str, deterministic: object, links: object, block_size: int | str) -> Ring:
     """The ring, where a block size is given."""
     given = {"deterministic": deterministic or None, "links": links}

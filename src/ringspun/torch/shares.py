@@ -1,8 +1,8 @@
 """Shares of the gradients of replicated inputs, of which every rank has some: sinks and the tensor of a bias.
 
-A rank's share comes from its own queries, and somebody else adds the shares up, in an order of his own. On a grid
-(`ringspun.core.route.Route.grid`) the sum may not depend on it: every unit of queries has a share, the ring folds them
-in the sequence's order, and the total is the first rank's share; the others' are zero.
+A rank's share comes from the pairs that it computes, and somebody else adds the shares up, in an order of his own. On a
+grid (`ringspun.core.route.Route.grid`) the sum may not depend on it: every unit of queries has a share, the ring folds
+them in the sequence's order, and the total is the first rank's share; the others' are zero.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def _of_sinks(saved: Saved, sinks: Tensor) -> Tensor:
     """A sink is one more key, of value 0, in every row: its weight times (0 - delta)."""
     logits = sinks.to(saved.lse.dtype)[:, None]
     weight = torch.exp(logits - saved.lse).masked_fill(logits == -torch.inf, 0.0)
+    assert saved.out is not None, "of a rank's own rows"
     seen = (saved.out != 0).any(-1)  # in a row without keys dout may hold anything, NaN too: out is 0 whatever happens
     delta = saved.delta.masked_fill(~seen, 0.0) if saved.dlse is None else torch.where(seen, saved.delta, -saved.dlse)
     return -(weight * delta).sum((0, 2))
@@ -58,8 +59,8 @@ def _units(queries: Partition, ring_ranks: Iterable[int]) -> list[slice]:
 def _part(saved: Saved, rows: slice) -> Saved:
     """Some rows, laid out as if there were no others."""
     out, lse, dout, dlse, delta = saved.rows(Rows(slice(None), rows))
-    dlse = None if dlse is None else dlse.contiguous()
-    return Saved(out.contiguous(), lse.contiguous(), dout, dlse, delta.contiguous())
+    out, dlse = (None if x is None else x.contiguous() for x in (out, dlse))
+    return Saved(out, lse.contiguous(), dout, dlse, delta.contiguous())
 
 
 def _in_order(per_unit: Tensor, queries: Partition, driver: Driver) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from ringspun.errors import ShapeError
 from ringspun.torch.buffers import Room
 from ringspun.torch.kernels.base import Rows, accumulator_dtype
-from ringspun.torch.sums import scraps, without, write_to
+from ringspun.torch.scraps import scraps
+from ringspun.torch.sums import without, write_to
 
 
 def merge(

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from ringspun.torch.buffers import Room
 from ringspun.torch.kernels.base import Rows
-
-SCRAP = 1 << 16
-"""Elements of an intermediate result that are alive at once (256 KiB in float32, which a core's cache holds)."""
-
-
-def scraps(first: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors ``[..., T, D]`` a few tokens at a time, about `SCRAP` elements of the first."""
-    tokens = first.shape[-2]
-    few = max(1, SCRAP * tokens // max(1, first.numel()))
-    for start in range(0, tokens, few):
-        yield tuple(x.narrow(-2, start, min(few, tokens - start)) for x in (first, *others))
+from ringspun.torch.scraps import scraps
 
 
 def add_to(total: Tensor, part: Tensor) -> None:

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Causal, Documents, Mask
 from ringspun.core.partition import Partition
-from ringspun.core.schedule import Geometry, Schedule
+from ringspun.core.schedule import Schedule
 from ringspun.errors import DataError
 from ringspun.torch import sharding
 from ringspun.train.packing import Counts, Overflow, check_overflow, check_seq_len, fit, pack

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core.layout.base import Layout
+from ringspun.core.wire import Payload
 
 Rows = NDArray[np.int64]
 NONE = -1
@@ -91,7 +92,7 @@ class Cutting(Enum):
     another's. PIECES: so are the first R; of n pieces (`Route.pieces`), R + n * r and the n - 1 that follow it are
     equal parts, in order, of the rows of rank r that travel.
     GATHERED: as READERS; and what a rank computes with is one more block, put together of its shard and of all that it
-    needs (`ringspun.core.schedule.Schedule.whole`). UNITS: block n is the n-th unit of the sequence (`Route.grid`).
+    needs (`ringspun.core.passes.Blocks.whole`). UNITS: block n is the n-th unit of the sequence (`Route.grid`).
     """
 
     SHARDS = auto()
@@ -137,6 +138,13 @@ class BoundRoute(ABC):
     def backward(self, ring_rank: int) -> Legs:
         """The backward pass of one rank."""
 
+    def sent(self, size: int) -> Rows:
+        """What all `size` ranks together send in backward: ``[n, 3]`` of (payload, rows, times)."""
+        found = np.concatenate([self.backward(rank).messages for rank in range(size)])
+        sends = found[found[:, MessageColumn.ACTION] == Action.SEND]
+        kinds, times = np.unique(sends[:, [MessageColumn.PAYLOAD, MessageColumn.ROW1]], axis=0, return_counts=True)
+        return np.column_stack([kinds, times])
+
 
 @dataclass(frozen=True)
 class Route(ABC):
@@ -159,6 +167,11 @@ class Route(ABC):
     def grid(self) -> int:
         """Tokens at whose multiples queries and keys are cut, whoever holds them; 0: they are not."""
         return 0
+
+    @property
+    def turns(self) -> bool:
+        """Whether it moves queries as well as keys, for a backward pass in which they travel (`ringspun.core.ways`)."""
+        return self.cutting not in (Cutting.GATHERED, Cutting.UNITS)
 
     def layout(self, layout: Layout) -> Layout:
         """How tokens are dealt where the user wants `layout`."""
@@ -203,6 +216,16 @@ def messages(
     table[:, MessageColumn.SLOT] = slots
     table[:, MessageColumn.DUE] = steps + 1
     return table
+
+
+def tally(tokens: Rows, blocks: Rows, gradients: Rows) -> Rows:
+    """`BoundRoute.sent`, where each block of so many `tokens`, and its gradients, are sent so many times."""
+    rows, place = np.unique(tokens, return_inverse=True)
+    found = []
+    for payload, times in ((Payload.KV, blocks), (Payload.DKV, gradients)):
+        together = np.bincount(place, times, len(rows)).astype(np.int64)
+        found.append(np.column_stack([np.full_like(rows, payload), rows, together])[together > 0])
+    return np.concatenate(found)
 
 
 def carried(rows: Rows, kv_heads: int) -> Rows:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows
 from ringspun.core.route.diary import Diary, Written
-from ringspun.core.route.lane import Lane, lane_of
+from ringspun.core.route.lane import Lane, lane_of, sent
 
 UP, DOWN = 1, -1
 
@@ -57,6 +57,9 @@ class BoundBidirectional(Written):
     @property
     def count(self) -> int:
         return 1 + max(lane.at(int(lane.last.max())) for lane in (self.up, self.down))
+
+    def sent(self, size: int) -> Rows:
+        return sent(self.tokens, (self.up, self.down))
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows
+from ringspun.core.route.base import BoundRoute, Cutting, Needs, Route, Rows, tally
 from ringspun.core.route.diary import Diary, Written
 from ringspun.core.route.lane import bring_home
 from ringspun.core.wire import Payload
@@ -51,6 +51,10 @@ class BoundDirect(Written):
     @property
     def count(self) -> int:
         return 1 + int(((self.reader - self.owner) % self.size).max(initial=0))
+
+    def sent(self, size: int) -> Rows:
+        rows = self.tokens[self.block]
+        return tally(rows, np.ones_like(rows), np.ones_like(rows))
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspun.core.route.base import BoundRoute, Needs, Route, Rows
+from ringspun.core.route.base import BoundRoute, Needs, Route, Rows, tally
 from ringspun.core.route.diary import Diary, Stay, Written
 from ringspun.core.route.lane import Lane, bring_home
 from ringspun.core.wire import Payload
@@ -80,6 +80,10 @@ class BoundDoubleRing(Written):
         """The last lap ends where its last block is needed."""
         lap = int(self._laps.max())
         return lap * self.inner + int(self.last[lap].max(initial=0)) + 1
+
+    def sent(self, size: int) -> Rows:
+        blocks = np.maximum(self.last, 0).sum(0) + self._laps
+        return tally(self.tokens, blocks, np.maximum(self.last - self.first + 1, 0).sum(0))
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary, laps, mine = Diary(ring_rank, self.tokens), self._laps, np.array(ring_rank)

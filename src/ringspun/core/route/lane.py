@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ringspun.core.route.base import Needs, Rows
+from ringspun.core.route.base import Needs, Rows, tally
 from ringspun.core.route.diary import Diary, Stay
 from ringspun.core.wire import Payload
 
@@ -43,6 +43,10 @@ class Lane:
             _, kv, grads = self._hop(diary, place, hop, kv, grads, backward=backward)
         return begun
 
+    def times(self) -> tuple[Rows, Rows]:
+        """How often the block of each place is sent, and how often its gradients are."""
+        return np.maximum(self.last, 0), np.maximum(self.last - self.first + 1, 0)
+
     def bring_home(self, diary: Diary, place: int) -> None:
         """What was gathered for the block of the rank at `place`, in this circle, comes home."""
         if self.first[place] <= self.last[place]:
@@ -72,6 +76,12 @@ class Lane:
         kv = diary.receive(Payload.KV, block, before, step, then) if comes else None
         follow = backward and comes and first <= hop
         return sent, kv, diary.receive(Payload.DKV, block, before, step, then) if follow else None
+
+
+def sent(tokens: Rows, lanes: Sequence[Lane]) -> Rows:
+    """`BoundRoute.sent` of blocks that go by lanes."""
+    times = np.concatenate([lane.times() for lane in lanes], axis=1)
+    return tally(tokens[np.concatenate([lane.block for lane in lanes])], *times)
 
 
 def bring_home(diary: Diary, block: int, peer: int, step: int, after: int = 1) -> None:

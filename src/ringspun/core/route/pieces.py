@@ -19,7 +19,7 @@ from functools import partial
 
 from ringspun.core.route.base import Needs, Rows
 from ringspun.core.route.diary import Diary, Written
-from ringspun.core.route.lane import Lane, lane_of
+from ringspun.core.route.lane import Lane, lane_of, sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,9 @@ class BoundPieces(Written):
     @property
     def tail(self) -> int:
         return len(self.lanes)
+
+    def sent(self, size: int) -> Rows:
+        return sent(self.tokens, self.lanes)
 
     def write(self, ring_rank: int, *, backward: bool) -> Diary:
         diary = Diary(ring_rank, self.tokens)

@@ -35,6 +35,7 @@ from ringspun.core.route.base import (
     StepColumn,
     legs,
     messages,
+    tally,
 )
 from ringspun.core.route.pieces import BoundPieces
 from ringspun.core.wire import Payload
@@ -116,6 +117,9 @@ class BoundRing(BoundRoute):
             at, own = np.array([home]), np.array([ring_rank])
             tables.append(self._rows(at, Moment.AFTER, Action.RECEIVE, Payload.DKV, peer, own, slot))
         return legs(steps, tables)
+
+    def sent(self, size: int) -> Rows:
+        return tally(self.tokens, self.last, np.maximum(self.last - self.first + 1, 0))
 
     @property
     def _hops(self) -> int:

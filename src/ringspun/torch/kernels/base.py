@@ -82,10 +82,11 @@ class Rows(NamedTuple):
 class Saved(NamedTuple):
     """What backward knows besides the block: final out, its lse, the incoming gradients of both, and fp32 `delta`.
 
-    ``delta = sum(out * dout, -1) - dlse`` ``[B, H, Tq]``. `dlse` is None where lse has no gradient.
+    ``delta = sum(out * dout, -1) - dlse`` ``[B, H, Tq]``. `dlse` is None where lse has no gradient. `out` is None where
+    the rows are another rank's, who sends no more than is needed: then `delta` has all that `dlse` would say.
     """
 
-    out: Tensor
+    out: Tensor | None
     lse: Tensor
     dout: Tensor
     dlse: Tensor | None
@@ -97,14 +98,13 @@ class Saved(NamedTuple):
         def part(x: Tensor) -> Tensor:
             return _turn(x[rows.batch, :, rows.tokens], flip)
 
-        dlse = None if self.dlse is None else part(self.dlse)
-        return Saved(part(self.out), part(self.lse), part(self.dout), dlse, part(self.delta))
+        out, dlse = (None if x is None else part(x) for x in (self.out, self.dlse))
+        return Saved(out, part(self.lse), part(self.dout), dlse, part(self.delta))
 
     def heads(self, heads: slice) -> Saved:
         """The part of some query heads."""
-        out, lse, dout, dlse, delta = self
-        dlse = None if dlse is None else dlse[:, heads]
-        return Saved(out[:, heads], lse[:, heads], dout[:, heads], dlse, delta[:, heads])
+        out, dlse = (None if x is None else x[:, heads] for x in (self.out, self.dlse))
+        return Saved(out, self.lse[:, heads], self.dout[:, heads], dlse, self.delta[:, heads])
 
 
 class Partial(NamedTuple):
@@ -172,7 +172,7 @@ class LoweredKernel(Kernel):
 
     @abstractmethod
     def partial_backward(self, block: Block, saved: Saved, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)`` of one rectangle, given the final out and lse."""
+        """``(dq, dk, dv)`` of one rectangle, given the final lse and delta, and out where it is there."""
 
     def forward(self, block: Block, tiles: StepTiles) -> Iterator[Partial]:
         for tile, kind in tiles.lowered:

@@ -1,0 +1,18 @@
+"""Scraps: tensors a few tokens at a time, so that what is computed of them in between stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+SCRAP = 1 << 16
+"""Elements of an intermediate result that are alive at once (256 KiB in float32, which a core's cache holds)."""
+
+
+def scraps(first: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors ``[..., T, D]`` a few tokens at a time, about `SCRAP` elements of the first."""
+    tokens = first.shape[-2]
+    few = max(1, SCRAP * tokens // max(1, first.numel()))
+    for start in range(0, tokens, few):
+        yield tuple(x.narrow(-2, start, min(few, tokens - start)) for x in (first, *others))
