@@ -58,9 +58,7 @@ def train(
     loss_chunk: Annotated[
         int | None, typer.Option(help="Tokens of a chunk of the loss, computed again in backward.", show_default="all")
     ] = None,
-    ring_only: Annotated[
-        bool, typer.Option("--ring-only", help="Rings and replicas alone, no split heads.")
-    ] = False,
+    ring_only: Annotated[bool, typer.Option("--ring-only", help="Rings and replicas alone, no split heads.")] = False,
     price: Annotated[float | None, typer.Option(help="Of a device and hour.")] = None,
     keep: Annotated[int, typer.Option(help="Plans to show.")] = 5,
     export: Annotated[Path | None, typer.Option(help="Write the best as a config for `ringspun train`.")] = None,

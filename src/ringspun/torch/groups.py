@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ringspun.core.choice_of_degrees import WeighedDegrees, choose_degrees
@@ -144,8 +145,9 @@ def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driv
         if not isinstance(one, dist.ProcessGroup):
             raise PlanError(f"{name} must be a process group that this rank belongs to; got {one!r}.")
     ring = dist.get_process_group_ranks(ring_group)
-    columns: list[list[int]] = [[] for _ in range(dist.get_world_size(ulysses_group))]
-    dist.all_gather_object(columns, ring, group=ulysses_group)
+    lengths = [n for (n,) in _gathered([len(ring)], ulysses_group)]
+    padded = _gathered(ring + [-1] * (max(lengths) - len(ring)), ulysses_group)
+    columns = [ranks[:n] for ranks, n in zip(padded, lengths, strict=True)]
     row = [column[dist.get_rank(ring_group)] for column in columns if len(column) == len(ring)]
     if row != dist.get_process_group_ranks(ulysses_group):
         raise PlanError(
@@ -158,6 +160,14 @@ def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driv
         if alone:
             return _driver(group, timeout_s), degrees
     return _over(ranks, ring_group, timeout_s), degrees
+
+
+def _gathered(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """As many integers of every rank. Collective."""
+    brought = torch.tensor(mine)
+    found = [torch.empty_like(brought) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, brought, group=group)
+    return [one.tolist() for one in found]
 
 
 def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float) -> Gloo | Part:
