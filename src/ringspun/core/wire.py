@@ -106,11 +106,11 @@ LARGER = 4
 
 def buffer_bytes(n_bytes: int) -> int:
     """The size of a buffer that is made for `n_bytes`, so that other lengths may use it later: header, end mark, and
-    between them a power of two or a quarter, half or three quarters more, hence at most a quarter more than asked for.
-    A block of a power of two of elements fits exactly."""
+    between them a power of two or some sixteenths more, hence at most a sixteenth more than asked for. A block of a
+    power of two of elements fits exactly."""
     ends = HEADER_BYTES + END_BYTES
     inner = max(n_bytes - ends, HEADER_BYTES)
-    step = max(HEADER_BYTES, 1 << (inner.bit_length() - 3))
+    step = max(HEADER_BYTES, 1 << max(0, inner.bit_length() - 5))
     return ends + -(-inner // step) * step
 
 
