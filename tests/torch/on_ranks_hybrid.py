@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,3 +121,25 @@ def forward_while_others_go_backward(rank: int) -> tuple[str, str]:
     q = torch.randn(1, 4, plan.partition.local_tokens, 8, requires_grad=rank != 3)
     out = plan.attention(q, q, q)
     return caught(lambda: plan.attention(q, q, q) if rank == 3 else out.sum().backward())
+
+
+def after_groups_of_some(rank: int, how: str, case: Case) -> dict[str, np.ndarray]:
+    """Ranks are in different numbers of groups when the hybrid makes its own."""
+    for ranks in ([0], [0, 1], [2]):
+        dist.new_group(ranks)
+    return run_ring(case, inputs(case), hybrid(how, case))
+
+
+def other_degrees(rank: int, odd: dict[str, Any]) -> tuple[str, str]:
+    """Rank 1 asks for other degrees."""
+    group = dist.new_group()
+    return caught(lambda: ContextParallel(group, **(odd if rank == 1 else {"ulysses": 2})).plan(32, Causal()))
+
+
+def no_grid(rank: int) -> tuple[str, str]:
+    """Rings, and groups of which one alone goes with them."""
+    mine: list[dist.ProcessGroup] = []
+    for groups in ([[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 5], [3, 4]]):
+        made = [dist.new_group(ranks) for ranks in groups]
+        mine += [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
+    return caught(lambda: ContextParallel(ring_group=mine[0], ulysses_group=mine[1]))

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from on_ranks_hybrid import (
     GROUPS,
     TROUBLES,
+    after_groups_of_some,
     asked_otherwise,
     backward_in_another_order,
     forward_while_others_go_backward,
     in_a_hybrid,
     in_trouble,
+    no_grid,
+    other_degrees,
     refusals_of_groups,
 )
 
@@ -307,3 +310,31 @@ def test_a_rank_that_calls_forward_while_others_go_backward_aborts_no_process():
         found = pool.run(forward_while_others_go_backward, timeout_s=60)
     assert [name for name, _ in found[2:]] == ["TransferError"] * 2
     assert all(name in ("PeerError", "TransferError") for name, _ in found), found
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_ranks_may_be_in_different_numbers_of_groups():
+    """Torch names a group that not all ranks make by how many groups a rank is in."""
+    case = Case(2, 33, Causal(), Zigzag())
+    with RankPool(4) as pool:
+        for how in ("2", "mesh", "groups"):
+            for found in pool.run(after_groups_of_some, how, case, timeout_s=20):
+                judged(case, found)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("odd", [{"ulysses": 2, "inner": "ring"}, {"ulysses": 4}, {}])
+def test_degrees_that_differ_are_refused_before_a_group_is_made(pools, odd):
+    for name, words in pools(4).run(other_degrees, odd, timeout_s=20):
+        assert name == "PlanMismatchError", words
+        assert "degrees" in words
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_a_grid_with_one_row_that_fits_is_refused_on_every_rank():
+    with RankPool(6) as pool:
+        for name, words in pool.run(no_grid, timeout_s=20):
+            assert (name, "the columns and rows of a grid" in words) == ("PlanError", True), words
