@@ -56,8 +56,8 @@ def swapped(
     """What one rank sends and receives: per number a message to and from every other rank of its row.
 
     Args:
-        numbers: of the message in which each tensor travels. plan_id, call, phase: for headers. sums: whether messages carry
-            checksums.
+        numbers: of the message in which each tensor travels. plan_id, call, phase: for headers. sums: whether messages
+            carry checksums.
     """
     log.note(call, phase, What.CALL)
     others = [v for v in range(len(swap.row)) if v != swap.mine]
