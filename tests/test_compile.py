@@ -96,3 +96,18 @@ def test_the_first_call_of_a_bias_cannot_be_part_of_a_whole_graph():
     torch._dynamo.reset()
     found = torch.compile(layer, backend="aot_eager")(plan, *given)
     assert all(torch.equal(a, b) for a, b in zip(found, layer(plan, *given), strict=True))
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_calls_that_split_heads_compile_for_plans_that_come_later(name):
+    torch._dynamo.reset()
+    layer, given = arguments_of(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    context = ContextParallel(Loopback(4), ulysses=2)
+    layer(context.plan(S, Causal()), *given)
+    for i in range(3):
+        plan = context.plan(S, Causal() & Documents([10 + i, S - 10 - i]))
+        pairs = zip(results(compiled, plan, given), results(layer, plan, given), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert counter.frame_count <= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from ringspun import Causal
 from ringspun.testing.cases import Case, inputs
 from ringspun.testing.torch import run_ring
 from ringspun.torch import ContextParallel
+from ringspun.torch.bias import Alibi
 
 GROUPS = {
     "2": (2, 2),
@@ -82,3 +84,62 @@ def in_trouble(rank: int, trouble: str, at: int) -> tuple[str, str, float]:
             out.sum().backward()
 
     return *caught(call), time.monotonic() - start
+
+
+def asked_otherwise(rank: int, ulysses: int, what: str) -> tuple[str, str]:
+    """The rings of a hybrid ask for different attention, each of them alike on its ranks."""
+    cp = ContextParallel(dist.new_group(), ulysses=ulysses, timeout_s=PATIENCE_S)
+    plan = cp.plan(32, Causal())
+    q = torch.randn(1, 4, plan.partition.local_tokens, 8)
+    asked = {
+        "scale": {"scale": 0.1},
+        "softcap": {"softcap": 3.0},
+        "sinks": {"sinks": torch.zeros(4)},
+        "bias": {"bias": Alibi(torch.ones(4))},
+        "kernel": {"kernel": "eager"},
+    }[what]
+    return caught(lambda: plan.attention(q, q, q, **(asked if cp.ulysses_rank == 1 else {})))
+
+
+def backward_in_another_order(rank: int, ulysses: int) -> tuple[str, str]:
+    """Two calls of one plan; ranks of odd Ulysses rank go backward through the first one first."""
+    cp = ContextParallel(dist.new_group(), ulysses=ulysses, timeout_s=PATIENCE_S)
+    plan = cp.plan(32, Causal())
+    q = torch.randn(1, 4, plan.partition.local_tokens, 8, requires_grad=True)
+    calls = [plan.attention(q, q, q) for _ in range(2)]
+
+    def backward() -> None:
+        for out in calls if cp.ulysses_rank % 2 else reversed(calls):
+            out.sum().backward()
+
+    return caught(backward)
+
+
+def forward_while_others_go_backward(rank: int) -> tuple[str, str]:
+    """Rank 3 needs no gradients, and calls forward again."""
+    plan = ContextParallel(dist.new_group(), ulysses=2, timeout_s=2).plan(32, Causal())
+    q = torch.randn(1, 4, plan.partition.local_tokens, 8, requires_grad=rank != 3)
+    out = plan.attention(q, q, q)
+    return caught(lambda: plan.attention(q, q, q) if rank == 3 else out.sum().backward())
+
+
+def after_groups_of_some(rank: int, how: str, case: Case) -> dict[str, np.ndarray]:
+    """Ranks are in different numbers of groups when the hybrid makes its own."""
+    for ranks in ([0], [0, 1], [2]):
+        dist.new_group(ranks)
+    return run_ring(case, inputs(case), hybrid(how, case))
+
+
+def other_degrees(rank: int, odd: dict[str, Any]) -> tuple[str, str]:
+    """Rank 1 asks for other degrees."""
+    group = dist.new_group()
+    return caught(lambda: ContextParallel(group, **(odd if rank == 1 else {"ulysses": 2})).plan(32, Causal()))
+
+
+def no_grid(rank: int) -> tuple[str, str]:
+    """Rings, and groups of which one alone goes with them."""
+    mine: list[dist.ProcessGroup] = []
+    for groups in ([[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 5], [3, 4]]):
+        made = [dist.new_group(ranks) for ranks in groups]
+        mine += [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
+    return caught(lambda: ContextParallel(ring_group=mine[0], ulysses_group=mine[1]))

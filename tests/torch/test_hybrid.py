@@ -12,7 +12,19 @@ from combinations import cases
 from hard_cases import judged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks_hybrid import GROUPS, TROUBLES, in_a_hybrid, in_trouble, refusals_of_groups
+from on_ranks_hybrid import (
+    GROUPS,
+    TROUBLES,
+    after_groups_of_some,
+    asked_otherwise,
+    backward_in_another_order,
+    forward_while_others_go_backward,
+    in_a_hybrid,
+    in_trouble,
+    no_grid,
+    other_degrees,
+    refusals_of_groups,
+)
 
 from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Window, Zigzag
 from ringspun.core.accounting import account, exchanged
@@ -269,3 +281,60 @@ def test_rings_of_a_hybrid_may_go_in_pieces(block_size):
 def test_rings_of_a_hybrid_take_any_route(route):
     case = Case(4, 30, Causal(), Zigzag())
     judged(case, run_ring(case, inputs(case), hybrid(case, 2, route=route)))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_rings_that_ask_for_different_attention_are_refused(pools, ulysses):
+    """Ranks of one ring agree there; nothing but the exchange sees that another ring was asked for something else."""
+    for what in ("scale", "softcap", "sinks", "bias", "kernel"):
+        for name, words in pools(4).run(asked_otherwise, ulysses, what, timeout_s=60):
+            assert name == "PlanMismatchError", (what, words)
+            assert f"{what} is " in words
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_backward_in_another_order_is_an_error(pools, ulysses):
+    """Else a rank would get gradients of another call, of the right shape."""
+    for name, words in pools(4).run(backward_in_another_order, ulysses, timeout_s=60):
+        assert name == "TransferError", words
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_a_rank_that_calls_forward_while_others_go_backward_aborts_no_process():
+    with RankPool(4) as pool:
+        found = pool.run(forward_while_others_go_backward, timeout_s=60)
+    assert [name for name, _ in found[2:]] == ["TransferError"] * 2
+    assert all(name in ("PeerError", "TransferError") for name, _ in found), found
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_ranks_may_be_in_different_numbers_of_groups():
+    """Torch names a group that not all ranks make by how many groups a rank is in."""
+    case = Case(2, 33, Causal(), Zigzag())
+    with RankPool(4) as pool:
+        for how in ("2", "mesh", "groups"):
+            for found in pool.run(after_groups_of_some, how, case, timeout_s=20):
+                judged(case, found)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("odd", [{"ulysses": 2, "inner": "ring"}, {"ulysses": 4}, {}])
+def test_degrees_that_differ_are_refused_before_a_group_is_made(pools, odd):
+    for name, words in pools(4).run(other_degrees, odd, timeout_s=20):
+        assert name == "PlanMismatchError", words
+        assert "degrees" in words
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_a_grid_with_one_row_that_fits_is_refused_on_every_rank():
+    with RankPool(6) as pool:
+        for name, words in pool.run(no_grid, timeout_s=20):
+            assert (name, "the columns and rows of a grid" in words) == ("PlanError", True), words

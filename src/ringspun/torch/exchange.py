@@ -64,9 +64,16 @@ class Exchange:
         """The Ulysses ranks that this process plays."""
         return tuple(sorted({self.degrees.place(rank)[1] for rank in self.driver.ring_ranks}))
 
-    def to_heads(self, xs: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit) -> list[Tensor]:
-        """Rows of all heads -> all rows of some: per column of this process a tensor for each of `xs`."""
-        self._agree(xs, kinds, split)
+    def to_heads(
+        self, xs: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit, asked: dict[str, str], of: int | None
+    ) -> tuple[list[Tensor], int]:
+        """Rows of all heads -> all rows of some: per column of this process a tensor for each of `xs`; and the number
+        of the call.
+
+        Args:
+            asked: what all ranks ask of the attention. of: in backward, the number of the forward call.
+        """
+        self._agree(xs, kinds, split, asked)
         count = len(xs)
         made = [
             x.new_empty((x.shape[0], held(split, kind.keys, u), self._side(kind).column_rows, *x.shape[3:]))
@@ -96,14 +103,15 @@ class Exchange:
             ]
             return Swap(rank, mine, row, sent, shapes, put)
 
-        self._run(of_rank, kinds)
-        return made
+        return made, self._run(of_rank, kinds, of)
 
-    def to_rows(self, ys: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit) -> list[Tensor]:
+    def to_rows(
+        self, ys: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit, asked: dict[str, str], of: int | None
+    ) -> tuple[list[Tensor], int]:
         """All rows of some heads -> rows of all; `ys`: per column of this process, as `to_heads` gives them."""
         count = len(kinds)
         first = ys[:count]
-        self._agree(first, kinds, split)
+        self._agree(first, kinds, split, asked)
         summed = [kind.keys and split.shared for kind in kinds]
         made = []
         for y, kind, sums in zip(first, kinds, summed, strict=True):
@@ -134,20 +142,23 @@ class Exchange:
             ]
             return Swap(rank, mine, row, sent, shapes, put)
 
-        self._run(of_rank, kinds)
-        return [x.to(y.dtype) for x, y in zip(made, first, strict=True)]
+        number = self._run(of_rank, kinds, of)
+        return [x.to(y.dtype) for x, y in zip(made, first, strict=True)], number
 
-    def _run(self, of_rank: Callable[[int], Swap], kinds: Sequence[Kind]) -> None:
+    def _run(self, of_rank: Callable[[int], Swap], kinds: Sequence[Kind], of: int | None) -> int:
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
+        phase = 0 if of is None else 1 + of  # as in a ring: ranks must not go backward through different calls
         ranks = zip(self.driver.ring_ranks, state.logs, strict=True)
         numbers = [kind.message for kind in kinds]
-        told = self.plan_id, number, self.checks.sums(number)
+        told = self.plan_id, number, phase, self.checks.sums(number)
         self.driver.run([swapped(of_rank(rank), numbers, self.pool, *told, log) for rank, log in ranks])
+        return number
 
-    def _agree(self, xs: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit) -> None:
-        """Agree with all ranks on what is exchanged, whenever it changes: gloo aborts a process for a wrong length."""
-        fields = {"heads": str(split), "tensors": str([str(k) for k in kinds])}
+    def _agree(self, xs: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit, asked: dict[str, str]) -> None:
+        """Agree with all ranks on what is exchanged, whenever it changes: gloo aborts a process for a wrong length. And
+        on what is asked of the attention between: ranks of one ring alone agree on it there."""
+        fields = asked | {"heads": str(split), "tensors": str([str(k) for k in kinds])}
         fields |= {"dtypes": str([str(x.dtype) for x in xs]), "sizes": str([(x.shape[0], *x.shape[3:]) for x in xs])}
         topic = f"{TOPIC} of {len(kinds)}"
         text, sizes = repr(sorted(fields.items())), repr((TOPIC, self.plan_id))

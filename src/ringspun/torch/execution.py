@@ -319,9 +319,10 @@ def wire_of(q: Tensor, k: Tensor, v: Tensor) -> Format:
 
 def _facts(wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None) -> dict[str, str]:
     asked = {"scale": repr(terms.scale), "kernel": kernel.name, "softcap": repr(terms.softcap), "bias": str(rule)}
-    shared = {name: _described(x) for name, x in (("sinks", terms.sinks), ("bias tensor", terms.bias))}
+    shared = {name: described(x) for name, x in (("sinks", terms.sinks), ("bias tensor", terms.bias))}
     return {**{k: str(v) for k, v in asdict(wire).items()}, **asked, **shared}
 
 
-def _described(x: Tensor | None) -> str:
+def described(x: Tensor | None) -> str:
+    """A replicated input, as ranks compare it."""
     return "None" if x is None else f"{x.dtype} {list(x.shape)}"

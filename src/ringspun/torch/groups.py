@@ -4,8 +4,9 @@ degrees of a hybrid."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ringspun.core.host import is_integer
 from ringspun.core.links import Links
 from ringspun.errors import PlanError
 from ringspun.torch.drivers import Driver, Gloo, Loopback
+from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.drivers.part import CountsOfPart, Part
 
 AXES = ("ring", "ulysses")
@@ -103,21 +105,31 @@ def _driver(group: Any, timeout_s: float) -> Driver:
 
 
 def drivers_of_rings(driver: Driver, degrees: Degrees, timeout_s: float) -> tuple[Driver, ...]:
-    """A driver for each ring of a hybrid that this process plays. Collective, at first.
+    """A driver for each ring of a hybrid that this process plays. Collective.
 
     A loopback's are parts of it. Processes get a group for each ring: what the ranks of one agree on, those of another
     need not, and an agreement by messages would meet other messages when a rank alone asks for it.
+
+    Raises:
+        PlanMismatchError: ranks ask for other degrees, whose groups would wait for each other.
     """
     columns = sorted({degrees.place(rank)[1] for rank in driver.ring_ranks})
     rings = [degrees.column(u) for u in columns]
-    if len(driver.ring_ranks) == driver.size or degrees.ring == 1:
+    if len(driver.ring_ranks) == driver.size:
         return tuple(Part(driver, ring) for ring in rings)
     order = driver.ranks if isinstance(driver, Part) else tuple(range(driver.size))
     whole = driver.whole if isinstance(driver, Part) else driver
     if not isinstance(whole, Gloo):
         raise PlanError(f"ulysses must come with a group, a mesh or a Loopback; got {type(driver).__name__}.")
+    driver.agree("two degrees", digest_of(str(degrees)), {"degrees": str(degrees)})
+    if degrees.ring == 1:
+        return tuple(Part(driver, ring) for ring in rings)
     world, (ring,) = dist.get_process_group_ranks(whole.group), rings
-    made = _over([world[order[rank]] for rank in ring], whole.group, timeout_s)
+
+    def most(number: int) -> int:
+        return int(whole.all_gather_rows(torch.tensor([number]), [1] * whole.size).max())
+
+    made = _over([world[order[rank]] for rank in ring], whole.group, timeout_s, most)
     of_group = made.whole if isinstance(made, Part) else made
     assert isinstance(of_group, Gloo)
     made.counts = of_group.counts = CountsOfPart(driver.counts, ring)
@@ -137,7 +149,8 @@ def _of_mesh(mesh: dist.device_mesh.DeviceMesh, timeout_s: float) -> tuple[Drive
     for name, other in (AXES, AXES[::-1]):
         if sizes[other] == 1:
             return _driver(mesh.get_group(name), timeout_s), degrees
-    return _over(mesh.mesh.flatten().tolist(), mesh.get_group("ring"), timeout_s), degrees
+    most = partial(_most, [mesh.get_group(name) for name in AXES])
+    return _over(mesh.mesh.flatten().tolist(), mesh.get_group("ring"), timeout_s, most), degrees
 
 
 def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driver, Degrees]:
@@ -145,21 +158,19 @@ def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driv
         if not isinstance(one, dist.ProcessGroup):
             raise PlanError(f"{name} must be a process group that this rank belongs to; got {one!r}.")
     ring = dist.get_process_group_ranks(ring_group)
-    lengths = [n for (n,) in _gathered([len(ring)], ulysses_group)]
-    padded = _gathered(ring + [-1] * (max(lengths) - len(ring)), ulysses_group)
-    columns = [ranks[:n] for ranks, n in zip(padded, lengths, strict=True)]
-    row = [column[dist.get_rank(ring_group)] for column in columns if len(column) == len(ring)]
-    if row != dist.get_process_group_ranks(ulysses_group):
+    # the groups of all ring ranks, too: a rank that refused alone would leave others waiting
+    columns, rows = _ragged(ring, ulysses_group), _ragged(dist.get_process_group_ranks(ulysses_group), ring_group)
+    if any(len(column) != len(ring) for column in columns) or rows != [list(row) for row in zip(*columns, strict=True)]:
         raise PlanError(
-            f"ring_group and ulysses_group must be the columns and rows of a grid of ranks; got rings {columns} and "
-            f"the ulysses group {dist.get_process_group_ranks(ulysses_group)}."
+            "ring_group and ulysses_group must be the columns and rows of a grid of ranks; got rings "
+            f"{columns} and the ulysses groups {rows}. Take both from one mesh."
         )
     degrees = Degrees(len(ring), len(columns))
     ranks = [column[r] for r in range(len(ring)) for column in columns]
     for alone, group in ((len(columns) == 1, ring_group), (len(ring) == 1, ulysses_group)):
         if alone:
             return _driver(group, timeout_s), degrees
-    return _over(ranks, ring_group, timeout_s), degrees
+    return _over(ranks, ring_group, timeout_s, partial(_most, [ring_group, ulysses_group])), degrees
 
 
 def _gathered(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
@@ -170,15 +181,43 @@ def _gathered(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     return [one.tolist() for one in found]
 
 
-def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float) -> Gloo | Part:
+def _ragged(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """The integers of every rank, as many as it has. Collective."""
+    lengths = [n for (n,) in _gathered([len(mine)], group)]
+    padded = _gathered(mine + [-1] * (max(lengths) - len(mine)), group)
+    return [numbers[:n] for numbers, n in zip(padded, lengths, strict=True)]
+
+
+def _most(groups: Sequence[dist.ProcessGroup], number: int) -> int:
+    """The largest of a grid's ranks, of which each brings a number. Collective.
+
+    Args:
+        groups: this rank's ring, and the ranks that split heads with it.
+    """
+    largest = torch.tensor([number])
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
+def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float, most: Callable[[int], int]) -> Gloo | Part:
     """A driver over world ranks, in their order, of the kind of a group that is there. Collective among them, at first:
-    there is one group for the same ranks beside the same group, however many contexts are made."""
+    there is one group for the same ranks beside the same group, however many contexts are made.
+
+    Args:
+        most: the largest of the numbers that these ranks bring, or that more ranks bring. Collective.
+    """
     backend, ordered = str(dist.get_backend(beside)), tuple(sorted(ranks))
     if "gloo" not in backend:
         raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
     made = _groups.setdefault(beside, weakref.WeakValueDictionary())
     group = made.get(ordered)
     if group is None:
+        # torch names such a group by its ranks and by how many groups a rank is in already, and ranks wait for each
+        # other under that name, for half an hour: who is in fewer joins groups of its own alone
+        mine = len(dist.distributed_c10d._world.pg_names)
+        for _ in range(most(mine) - mine):
+            dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
         group = dist.new_group(list(ordered), backend=backend, use_local_synchronization=True)
         made[ordered] = group
     driver = Gloo(group, timeout_s=timeout_s)

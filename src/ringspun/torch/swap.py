@@ -44,15 +44,22 @@ class _Parcel(NamedTuple):
 
 
 def swapped(
-    swap: Swap, numbers: Sequence[int], pool: BufferPool, plan_id: int, call: int, sums: bool, log: StepLog
+    swap: Swap,
+    numbers: Sequence[int],
+    pool: BufferPool,
+    plan_id: int,
+    call: int,
+    phase: int,
+    sums: bool,
+    log: StepLog,
 ) -> RankProgram[None]:
     """What one rank sends and receives: per number a message to and from every other rank of its row.
 
     Args:
-        numbers: of the message in which each tensor travels. plan_id, call: for headers. sums: whether messages carry
-            checksums.
+        numbers: of the message in which each tensor travels. plan_id, call, phase: for headers. sums: whether messages
+            carry checksums.
     """
-    log.note(call, 0, What.CALL)
+    log.note(call, phase, What.CALL)
     others = [v for v in range(len(swap.row)) if v != swap.mine]
     found = [list(parts) if v == swap.mine else [x.new_empty(0) for x in parts] for v, parts in enumerate(swap.sent)]
     leased: list[Tensor] = []
@@ -68,8 +75,8 @@ def swapped(
         buffer = pool.lease(length, swap.sent[v][which[0]].device)
         leased.append(buffer)
         source = swap.rank if sends else peer
-        header = Header(plan_id, call, 0, Payload.HEADS, step, source, length)
-        log.note(call, 0, What.SEND if sends else What.RECEIVE, step, 0, Payload.HEADS, source, peer, length)
+        header = Header(plan_id, call, phase, Payload.HEADS, step, source, length)
+        log.note(call, phase, What.SEND if sends else What.RECEIVE, step, 0, Payload.HEADS, source, peer, length)
         words = f"heads of rank {source} at step {step} of call {call}"
         views = messages.views(buffer, spots, dtypes)
         return _Parcel(buffer, views, Transfer(action, peer, buffer, words, header), header)
@@ -91,9 +98,9 @@ def swapped(
         ticket = yield [one.transfer for one in (*comes, *goes) if one is not None]
         waiting.append((step, ticket, [one for one in comes if one is not None]))
     for step, ticket, expected in waiting:
-        log.note(call, 0, What.WAIT, step, 0)
+        log.note(call, phase, What.WAIT, step, 0)
         yield ticket
-        log.note(call, 0, What.LANDED, step, 0)
+        log.note(call, phase, What.LANDED, step, 0)
         for one in expected:
             words = f"rank {swap.rank}: the heads that rank {one.header.source} sent at step {step} of call {call}"
             messages.check(one.buffer, one.header, words, sums=sums)
@@ -103,4 +110,4 @@ def swapped(
                 swap.put(v, i, part)
     for buffer in leased:
         pool.give_back(buffer)
-    log.note(call, 0, What.END)
+    log.note(call, phase, What.END)

@@ -24,7 +24,7 @@ from ringspun.errors import PlanError
 from ringspun.torch import inputs
 from ringspun.torch.bias import of_heads
 from ringspun.torch.exchange import Exchange, Kind, held
-from ringspun.torch.execution import wire_of
+from ringspun.torch.execution import described, wire_of
 from ringspun.torch.explain import Explanation
 from ringspun.torch.kernels import Kernel, choose
 from ringspun.torch.ops import EXCHANGES
@@ -33,6 +33,9 @@ from ringspun.torch.plan import Asked, Plan
 QUERIES_ALONE = (Kind(False, 0),)
 ALL = (Kind(False, 0), Kind(True, 1), Kind(True, 1))
 OUT_AND_LSE = (Kind(False, 0), Kind(False, 0))
+
+Told = tuple[HeadSplit, str, float, float]
+"""How heads are split, what is asked (``name=value`` a line), scale, softcap."""
 
 
 class HybridPlan(Plan):
@@ -60,20 +63,24 @@ class HybridPlan(Plan):
         try:
             inputs.refuse(refused or {})
             q, k, v = inputs.autocast(q, k, v)
-            _, _, call = self._checked(q, k, v, asked)
+            rule, values, call = self._checked(q, k, v, asked)
             split = HeadSplit(q.shape[1], k.shape[1], self._context.degrees.ulysses)
             for u in self._columns:
-                choose(replace(call, heads=held(split, False, u), kv_heads=held(split, True, u)), asked.kernel)
+                kernel = choose(replace(call, heads=held(split, False, u), kv_heads=held(split, True, u)), asked.kernel)
         except Exception as failure:
             self._fail(failure)
             raise
-        shares = self._to_heads([q, k, v], ALL, split)
+        shared = f"sinks={described(asked.sinks)}\nbias tensor={described(values)}"
+        kind = "None" if rule is None else rule.name  # a traced call can write no more of it
+        words = f"kernel={kernel.name}\nbias={kind}\n{shared}"
+        told = split, words, call.scale, call.softcap
+        shares = self._to_heads([q, k, v], ALL, told)
         found: list[Tensor] = []
         for i, (u, plan) in enumerate(zip(self._columns, self._plans, strict=True)):
             mine = shares[3 * i], shares[3 * i + 1], shares[3 * i + 2]
             result = plan._attend(*mine, _of_heads(asked, split, u), return_lse)
             found += (result,) if isinstance(result, Tensor) else result
-        made = self._to_rows(found, OUT_AND_LSE if return_lse else QUERIES_ALONE, split)
+        made = self._to_rows(found, OUT_AND_LSE if return_lse else QUERIES_ALONE, told)
         return (made[0], made[1]) if return_lse else made[0]
 
     def _fail(self, failure: Exception) -> None:
@@ -82,19 +89,22 @@ class HybridPlan(Plan):
         else:
             self._calls.fail(failure)
 
-    def _to_heads(self, xs: list[Tensor], kinds: Sequence[Kind], split: HeadSplit) -> list[Tensor]:
-        made: list[Tensor] = to_heads_op(xs, *self._told(kinds, split))
+    def _to_heads(self, xs: list[Tensor], kinds: Sequence[Kind], told: Told) -> list[Tensor]:
+        made: list[Tensor]
+        *made, _ = to_heads_op(xs, *self._told(kinds, told), None)
         return made
 
-    def _to_rows(self, ys: list[Tensor], kinds: Sequence[Kind], split: HeadSplit) -> list[Tensor]:
-        made: list[Tensor] = to_rows_op(ys, *self._told(kinds, split))
+    def _to_rows(self, ys: list[Tensor], kinds: Sequence[Kind], told: Told) -> list[Tensor]:
+        made: list[Tensor]
+        *made, _ = to_rows_op(ys, *self._told(kinds, told), None)
         return made
 
-    def _told(self, kinds: Sequence[Kind], split: HeadSplit) -> tuple[Any, ...]:
+    def _told(self, kinds: Sequence[Kind], told: Told) -> tuple[Any, ...]:
         """What the ops are told beside tensors."""
         of_each = [k.keys for k in kinds], [k.message for k in kinds]
+        split, *asked = told
         shared = self._exchange_handle, list(self._columns), self._lengths
-        return *of_each, [split.heads, split.kv_heads, split.degree], *shared
+        return *of_each, [split.heads, split.kv_heads, split.degree], *shared, *asked
 
     def explain(
         self, q: Tensor, k: Tensor, v: Tensor, *, ring_rank: int | None = None, kernel: str | Kernel | None = None,
@@ -148,63 +158,82 @@ def _kinds(keys: Sequence[bool], numbers: Sequence[int]) -> list[Kind]:
     return [Kind(bool(k), int(n)) for k, n in zip(keys, numbers, strict=True)]
 
 
+def _asked(words: str, scale: float, softcap: float) -> dict[str, str]:
+    named = dict(line.split("=", 1) for line in words.split("\n"))
+    return {**named, "scale": repr(scale), "softcap": repr(softcap)}
+
+
+def _number(of: Tensor | None) -> int | None:
+    return None if of is None else int(of)
+
+
 @torch.library.custom_op("ringspun::to_heads", mutates_args=())
 def to_heads_op(
     xs: list[Tensor], keys: list[bool], numbers: list[int], split: list[int], handle: int, columns: list[int],
-    lengths: list[int],
+    lengths: list[int], asked: str, scale: float, softcap: float, of: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """`Exchange.to_heads` of a plan.
+    """`Exchange.to_heads` of a plan; last the number of the call, which ties its backward to it.
 
     Args:
         keys, numbers: the `Kind` of each of `xs`. split: a `HeadSplit`'s three. columns: that this process plays.
         lengths: rows of queries and of keys in a column; of queries and of keys in this process.
+        asked, scale, softcap: what all ranks ask of the attention. of: in backward, the number of the forward call.
     """
-    return EXCHANGES.get(handle).to_heads(xs, _kinds(keys, numbers), HeadSplit(*split))
+    facts = _asked(asked, scale, softcap)
+    made, call = EXCHANGES.get(handle).to_heads(xs, _kinds(keys, numbers), HeadSplit(*split), facts, _number(of))
+    return [*made, torch.tensor(call)]
 
 
 @to_heads_op.register_fake
 def _(
     xs: list[Tensor], keys: list[bool], numbers: list[int], split: list[int], handle: int, columns: list[int],
-    lengths: list[int],
+    lengths: list[int], asked: str, scale: float, softcap: float, of: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     parts = HeadSplit(*split)
-    return [
+    made = [
         x.new_empty((x.shape[0], held(parts, bool(of_keys), u), lengths[int(of_keys)], *x.shape[3:]))
         for u in columns
         for x, of_keys in zip(xs, keys, strict=True)
     ]
+    return [*made, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 @torch.library.custom_op("ringspun::to_rows", mutates_args=())
 def to_rows_op(
     xs: list[Tensor], keys: list[bool], numbers: list[int], split: list[int], handle: int, columns: list[int],
-    lengths: list[int],
+    lengths: list[int], asked: str, scale: float, softcap: float, of: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """`Exchange.to_rows` of a plan; arguments as `to_heads_op`."""
-    return EXCHANGES.get(handle).to_rows(xs, _kinds(keys, numbers), HeadSplit(*split))
+    """`Exchange.to_rows` of a plan; arguments, and what comes last, as `to_heads_op`."""
+    facts = _asked(asked, scale, softcap)
+    made, call = EXCHANGES.get(handle).to_rows(xs, _kinds(keys, numbers), HeadSplit(*split), facts, _number(of))
+    return [*made, torch.tensor(call)]
 
 
 @to_rows_op.register_fake
 def _(
     xs: list[Tensor], keys: list[bool], numbers: list[int], split: list[int], handle: int, columns: list[int],
-    lengths: list[int],
+    lengths: list[int], asked: str, scale: float, softcap: float, of: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    return [
+    made = [
         x.new_empty((x.shape[0], split[int(of_keys)], lengths[2 + int(of_keys)], *x.shape[3:]))
         for x, of_keys in zip(xs[: len(keys)], keys, strict=True)
     ]
+    return [*made, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, *ctx.told = inputs
+    _, *ctx.told, _ = inputs
+    ctx.save_for_backward(output[-1])
 
 
 def _to_heads_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return to_rows_op(grads, *ctx.told), None, None, None, None, None, None
+    *made, _ = to_rows_op(grads[:-1], *ctx.told, *ctx.saved_tensors)
+    return made, *[None] * (1 + len(ctx.told))
 
 
 def _to_rows_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return to_heads_op(grads, *ctx.told), None, None, None, None, None, None
+    *made, _ = to_heads_op(grads[:-1], *ctx.told, *ctx.saved_tensors)
+    return made, *[None] * (1 + len(ctx.told))
 
 
 to_heads_op.register_autograd(_to_heads_backward, setup_context=_save)
