@@ -24,8 +24,8 @@ class BufferPool:
     that fails keeps its buffers, because somebody may still be writing into them.
 
     A lease gets the smallest idle buffer that holds it, up to four times as large, or a new one of its class
-    (`ringspun.core.wire.buffer_bytes`: at most a sixteenth more). The pool holds at most twice what was leased at once at
-    the worst moment of late; what is beyond is dropped, the longest unused first.
+    (`ringspun.core.wire.buffer_bytes`: at most a sixteenth more). The pool holds at most twice what was leased at once
+    at the worst moment of late; what is beyond is dropped, the longest unused first.
 
     Args:
         lately: times from nothing leased to nothing leased that are remembered: calls, or parts of them.
