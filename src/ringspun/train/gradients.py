@@ -160,7 +160,8 @@ def _by_mesh(parameters: nn.Module | Iterable[Tensor]) -> list[tuple[list[Tensor
     """Parameters with gradients, and those, apart by the mesh that they are sharded over: PyTorch adds up no others."""
     if isinstance(parameters, FullyShardedDataParallel):
         raise UnsupportedByRing("parameters of FSDP1 must be clipped by it; use model.clip_grad_norm_(max_norm).")
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    one = [parameters] if isinstance(parameters, Tensor) else parameters  # a tensor iterates over rows, without .grad
+    given = one.parameters() if isinstance(one, nn.Module) else one
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in dict.fromkeys(given):
         if parameter.grad is not None:
