@@ -179,3 +179,15 @@ def test_a_digest_tells_rows_apart_and_no_others():
     assert len({Rows(rows).digest() for rows in different}) == len(different)
     assert Rows([{"a": 1, "b": [2]}]).digest() == Rows([{"b": [2], "a": 1}]).digest()
     assert Rows([[1, 2]]).digest() == Rows([(1, 2)]).digest() == Rows([np.array([1, 2])]).digest()
+
+
+def test_a_changed_or_deep_line_is_told_in_its_own_words(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [[1], [2]])
+    source = open_source(path)
+    write_lines(path, [[1], [3]])
+    with pytest.raises(DataError, match="must not change") as told:
+        source[0]
+    assert "must be JSON" not in str(told.value)
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="line 1 is not"):
+        open_source(path)[0]

@@ -197,9 +197,10 @@ class JsonLines(Source):
     def __getitem__(self, index: int) -> Any:
         file, line, start, count = self._lines[index].tolist()
         path = self._paths[file]
+        text = read_again(path, self._contents[file], start=start, count=count)
         try:
-            return json.loads(read_again(path, self._contents[file], start=start, count=count))
-        except ValueError as problem:
+            return json.loads(text)
+        except (ValueError, RecursionError) as problem:
             raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
 
     def digest(self) -> str:
