@@ -191,3 +191,17 @@ def test_a_changed_or_deep_line_is_told_in_its_own_words(tmp_path):
     path.write_text("[" * 100_000)
     with pytest.raises(DataError, match="line 1 is not"):
         open_source(path)[0]
+
+
+def test_a_parquet_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{"input_ids": [i]} for i in range(9)])
+    source = open_source(path)
+    assert source[0] == {"input_ids": [0]}
+    write_parquet(path, [{"input_ids": [100 + i]} for i in range(9)])
+    with pytest.raises(DataError, match="must not change"):
+        source[8]
+    broken = bytearray(path.read_bytes())
+    broken[4:40] = b"\xff" * 36
+    path.write_bytes(broken)
+    with pytest.raises(DataError, match="row group 0"):
+        open_source(path)[0]
