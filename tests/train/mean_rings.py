@@ -370,3 +370,14 @@ def epoch(rank: int, samples: int) -> tuple[int, StepCount]:
     cp, mean = mean_of(mesh)
     batches, _ = shards(cp, mesh, 0)
     return mean.steps_per_epoch(samples, rows=1), mean.count(batches[:1])
+
+
+def malformed_on_one_rank(rank: int) -> str:
+    """What each rank raises when one rank's weights cannot be of its labels."""
+    _, mean = mean_of(mesh_of(2, 2))
+    labels = torch.ones(1, 3, dtype=torch.int64)
+    try:
+        mean.count([{"shift_labels": labels, "shift_loss_weights": torch.ones(4 if rank == 0 else 3)}])
+    except (RingspunError, RuntimeError) as problem:
+        return type(problem).__name__
+    return "nothing"
