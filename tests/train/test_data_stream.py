@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_ranks_data import DOCUMENTS as FEW
 from on_ranks_data import batches as batches_on_ranks
+from on_ranks_data import mask_on_some
 from tiny_tokenizers import CHATML, byte_tokenizer
 from torch.utils.data import DataLoader
 
@@ -325,3 +326,8 @@ def test_workers_that_persist_and_missed_a_move_say_so(move):
         next(iter(loader))
     rest = list(DataLoader(ours, batch_size=None, num_workers=1))
     assert sequences(rest) == sequences(list(ours))
+
+
+@pytest.mark.processes
+def test_a_rank_without_a_mask_is_heard_of_on_all(pools):
+    assert pools(2).run(mask_on_some, timeout_s=40) == ["DataError", "PeerError"]
