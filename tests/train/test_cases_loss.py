@@ -279,11 +279,19 @@ def test_targets_and_weights_of_another_shape_or_kind_are_refused(loss):
     logits, targets, weights = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3)), torch.ones(2, 3)
     take = {
         "whole": lambda t, w: token_loss(logits, t, total_targets=6, weights=w),
-        "chunked": lambda t, w: chunked_token_loss(logits, torch.nn.Identity(), t, total_targets=6, weights=w, chunk_tokens=2),
+        "chunked": lambda t, w: chunked_token_loss(
+            logits, torch.nn.Identity(), t, total_targets=6, weights=w, chunk_tokens=2
+        ),
         "metrics": lambda t, w: token_sums(logits, t, w),
     }[loss]
     take(targets, weights)
-    for t, w in ((targets.T, None), (targets, weights.T), (targets, torch.ones(5)), (targets[:, :2], None), (targets, weights[:1, :1])):
+    for t, w in (
+        (targets.T, None),
+        (targets, weights.T),
+        (targets, torch.ones(5)),
+        (targets[:, :2], None),
+        (targets, weights[:1, :1]),
+    ):
         with pytest.raises(ShapeError, match=r"must be \[2, 3\]"):
             take(t, w)
     for dtype in (torch.float32, torch.bfloat16, torch.bool):

@@ -179,7 +179,12 @@ def test_H11_a_hundred_samples_are_fifty_steps_and_tokens_count_once(pools):
 
 
 def test_what_one_rank_cannot_count_is_told_on_all(pools):
-    assert pools(4).run(mr.malformed_on_one_rank, timeout_s=30) == ["RuntimeError", "PeerError", "PeerError", "PeerError"]
+    assert pools(4).run(mr.malformed_on_one_rank, timeout_s=30) == [
+        "RuntimeError",
+        "PeerError",
+        "PeerError",
+        "PeerError",
+    ]
 
 
 def test_parameters_that_ddp_does_not_reduce_have_no_factor(pools):

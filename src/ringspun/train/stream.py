@@ -149,8 +149,8 @@ class PackedStream(IterableDataset[Batch]):
         info = get_worker_info()
         if info is not None and self._moves != int(self._moves_everywhere):
             raise DataError(
-                "set_epoch and load_state_dict must come before the loader starts its workers, which keep the stream as "
-                "it was; they came after. Write DataLoader(..., persistent_workers=False), or make a new loader."
+                "set_epoch and load_state_dict must come before the loader starts its workers, which keep the stream "
+                "as it was; they came after. Write DataLoader(..., persistent_workers=False), or make a new loader."
             )
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         reader = _Reader(self, _Walk.from_dict(self._start))
