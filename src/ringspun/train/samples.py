@@ -20,7 +20,7 @@ from ringspun.train.loss import IGNORED
 
 INPUT_IDS, LABELS, LOSS_WEIGHTS, MESSAGES, TEXT = "input_ids", "labels", "loss_weights", "messages", "text"
 _MADE_HERE = (INPUT_IDS, LABELS, LOSS_WEIGHTS, MESSAGES, TEXT, "position_ids", "attention_mask")
-_MADE_LATER = ("document_lengths", "schedules", "counts", "sequences", "state")  # of a batch
+_MADE_LATER: tuple[str, ...] = ("document_lengths", "schedules", "counts", "sequences", "state")  # of a batch
 _MADE_LATER += ("shift_labels", "shift_loss_weights", "num_items_in_batch", "total_loss_weight")  # of a shard
 _PROBE = "The quick brown fox, 0123456789;\n\tdef f(x): return x ** 2  # Übergrößen, 素早い茶色の狐"
 

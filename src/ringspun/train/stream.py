@@ -117,7 +117,8 @@ class PackedStream(IterableDataset[Batch]):
         self.epochs, self.last, self.lengths = epochs, last, lengths
         self._start: dict[str, Any] = _Walk().as_dict()
         self._after: dict[str, Any] | None = None
-        self._moves, self._moves_everywhere = 0, torch.zeros((), dtype=torch.int64).share_memory_()
+        self._moves, self._moves_everywhere = 0, torch.zeros((), dtype=torch.int64)
+        self._moves_everywhere.share_memory_()  # type: ignore[no-untyped-call]
         self._check()
         self._digest = self.source.digest()
 
