@@ -370,3 +370,34 @@ def epoch(rank: int, samples: int) -> tuple[int, StepCount]:
     cp, mean = mean_of(mesh)
     batches, _ = shards(cp, mesh, 0)
     return mean.steps_per_epoch(samples, rows=1), mean.count(batches[:1])
+
+
+def malformed_on_one_rank(rank: int) -> str:
+    """What each rank raises when one rank's weights cannot be of its labels."""
+    _, mean = mean_of(mesh_of(2, 2))
+    labels = torch.ones(1, 3, dtype=torch.int64)
+    try:
+        mean.count([{"shift_labels": labels, "shift_loss_weights": torch.ones(4 if rank == 0 else 3)}])
+    except (RingspunError, RuntimeError) as problem:
+        return type(problem).__name__
+    return "nothing"
+
+
+def outside_of_ddp(rank: int) -> list[str]:
+    """What `gradient_scale` says of models that DDP reduces only in part."""
+    _, mean = mean_of(mesh_of(2, 2))
+    ignoring = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["1.weight"])
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    models = [
+        nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)),
+        DistributedDataParallel(ignoring),
+        nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), frozen),
+    ]
+    said = []
+    for model in models:
+        try:
+            said.append(f"{gradient_scale(model, mean):g}")
+        except RingspunError as problem:
+            said.append(str(problem).split(" is not")[0].split("; ")[-1])
+    return said

@@ -6,7 +6,7 @@ from torch.distributed import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspun import Causal
-from ringspun.errors import DataError, PlanMismatchError
+from ringspun.errors import DataError, PlanMismatchError, RingspunError
 from ringspun.torch import ContextParallel
 from ringspun.train.collate import Collator, check_disjoint, to_ring
 from ringspun.train.stream import PackedStream
@@ -45,3 +45,14 @@ def loader(kind: str, place: int, of: int):
         sampler.set_epoch(epoch)
         made += list(DataLoader(DOCUMENTS, batch_size=4, sampler=sampler, collate_fn=COLLATE, drop_last=True))
     return made
+
+
+def mask_on_some(ring_rank: int) -> str:
+    """What a rank raises when only ring rank 0 has neither schedules nor a mask."""
+    cp = ContextParallel(timeout_s=20)
+    batch = Collator(8, overflow="split", geometry=None if ring_rank == 0 else cp.geometry)([[1, 2, 3]])
+    try:
+        to_ring(batch, cp)
+    except RingspunError as problem:
+        return type(problem).__name__
+    return "nothing"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringspun import Causal, Contiguous, Documents, Zigzag
+from ringspun.errors import DtypeError, ShapeError
 from ringspun.integrations.transformers import prepare
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.gradients import gradient_scale
@@ -271,3 +272,28 @@ def test_padding_and_documents_of_one_token_have_no_target() -> None:
     pieces, total = shards(tokens, [3, 1, 2], 3, Zigzag())
     pairs = sorted((int(i), int(t)) for ids, ts in pieces for i, t in zip(ids, ts, strict=True) if t != IGNORED)
     assert pairs == [(10, 11), (11, 12), (14, 15)] and total == 3
+
+
+@pytest.mark.parametrize("loss", ["whole", "chunked", "metrics"])
+def test_targets_and_weights_of_another_shape_or_kind_are_refused(loss):
+    logits, targets, weights = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3)), torch.ones(2, 3)
+    take = {
+        "whole": lambda t, w: token_loss(logits, t, total_targets=6, weights=w),
+        "chunked": lambda t, w: chunked_token_loss(
+            logits, torch.nn.Identity(), t, total_targets=6, weights=w, chunk_tokens=2
+        ),
+        "metrics": lambda t, w: token_sums(logits, t, w),
+    }[loss]
+    take(targets, weights)
+    for t, w in (
+        (targets.T, None),
+        (targets, weights.T),
+        (targets, torch.ones(5)),
+        (targets[:, :2], None),
+        (targets, weights[:1, :1]),
+    ):
+        with pytest.raises(ShapeError, match=r"must be \[2, 3\]"):
+            take(t, w)
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        with pytest.raises(DtypeError, match="must be integers"):
+            take(targets.to(dtype), None)

@@ -202,3 +202,8 @@ def test_steps_and_texts_that_mean_nothing_are_refused() -> None:
         THREE.at(-1)
     with pytest.raises(ConfigError, match="context schedule must be TOML"):
         ContextSchedule.parse("[[stages]")
+
+
+def test_a_stage_asked_before_its_beginning_has_a_rate():
+    later = ContextSchedule.of(seq_len=[8, 16], steps=[2, 2], lr=[0.5, 0.25]).stages[1]
+    assert later.lr_at(0) == later.lr_at(2) == 0.25

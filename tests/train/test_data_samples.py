@@ -155,3 +155,9 @@ def test_encoders_that_make_other_tokens_are_told_apart(tokenizer):
     assert Encoder(tokenizer).identity() == Encoder(byte_tokenizer()).identity()
     with pytest.raises(DataError, match="labels must have one value"):
         Sample({"input_ids": np.arange(3), "labels": np.arange(2)})
+
+
+@pytest.mark.parametrize("name", ["sequences", "counts", "state", "document_lengths", "shift_labels"])
+def test_fields_that_a_batch_would_write_over_are_refused(name):
+    with pytest.raises(DataError, match=f"fields must not be called {name!r}"):
+        Encoder(fields={name: 0})

@@ -179,3 +179,29 @@ def test_a_digest_tells_rows_apart_and_no_others():
     assert len({Rows(rows).digest() for rows in different}) == len(different)
     assert Rows([{"a": 1, "b": [2]}]).digest() == Rows([{"b": [2], "a": 1}]).digest()
     assert Rows([[1, 2]]).digest() == Rows([(1, 2)]).digest() == Rows([np.array([1, 2])]).digest()
+
+
+def test_a_changed_or_deep_line_is_told_in_its_own_words(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [[1], [2]])
+    source = open_source(path)
+    write_lines(path, [[1], [3]])
+    with pytest.raises(DataError, match="must not change") as told:
+        source[0]
+    assert "must be JSON" not in str(told.value)
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="line 1 is not"):
+        open_source(path)[0]
+
+
+def test_a_parquet_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{"input_ids": [i]} for i in range(9)])
+    source = open_source(path)
+    assert source[0] == {"input_ids": [0]}
+    write_parquet(path, [{"input_ids": [100 + i]} for i in range(9)])
+    with pytest.raises(DataError, match="must not change"):
+        source[8]
+    broken = bytearray(path.read_bytes())
+    broken[4:40] = b"\xff" * 36
+    path.write_bytes(broken)
+    with pytest.raises(DataError, match="row group 0"):
+        open_source(path)[0]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_ranks_data import DOCUMENTS as FEW
 from on_ranks_data import batches as batches_on_ranks
+from on_ranks_data import mask_on_some
 from tiny_tokenizers import CHATML, byte_tokenizer
 from torch.utils.data import DataLoader
 
@@ -308,3 +309,25 @@ def test_T12_ranks_of_a_ring_read_the_same_and_data_ranks_others(kind, pools):
 def test_T12_a_wrong_data_rank_is_noticed_on_every_rank(data_rank, error, words, kind, pools):
     for rank in pools(4).run(batches_on_ranks, data_rank, kind, timeout_s=60):
         assert [how for how, _ in rank] == [error] and words in rank[0][1][0]
+
+
+@pytest.mark.parametrize("move", ["epoch", "state"])
+def test_workers_that_persist_and_missed_a_move_say_so(move):
+    ours = stream()
+    ours.set_epoch(1)  # before the workers: nothing to say
+    loader = DataLoader(ours, batch_size=None, num_workers=1, persistent_workers=True)
+    batches = list(loader)
+    assert sequences(list(loader)) == sequences(batches)
+    if move == "epoch":
+        ours.set_epoch(2)
+    else:
+        ours.load_state_dict(batches[3]["state"])
+    with pytest.raises(DataError, match="persistent_workers=False"):
+        next(iter(loader))
+    rest = list(DataLoader(ours, batch_size=None, num_workers=1))
+    assert sequences(rest) == sequences(list(ours))
+
+
+@pytest.mark.processes
+def test_a_rank_without_a_mask_is_heard_of_on_all(pools):
+    assert pools(2).run(mask_on_some, timeout_s=40) == ["DataError", "PeerError"]

@@ -58,3 +58,12 @@ def test_a_bare_model_has_no_factor_and_an_engine_an_unknown_one():
     assert gradient_scale(nn.Linear(1, 1), mean) == 1
     with pytest.raises(UnsupportedByRing, match=r"got DeepSpeedEngine at 0\. Use the number of ranks"):
         gradient_scale(nn.Sequential(DeepSpeedEngine(nn.Linear(1, 1))), mean)
+
+
+def test_one_parameter_is_taken_as_it_is():
+    (parameter, *_) = two(1.0)
+    parameter.grad = torch.full_like(parameter, 3.0)
+    norm = float(parameter.grad.norm())
+    assert gradient_norm(parameter) == pytest.approx(norm)
+    assert clip_gradients(parameter, norm / 2) == pytest.approx(norm)
+    assert float(parameter.grad.norm()) == pytest.approx(norm / 2)

@@ -176,3 +176,17 @@ def test_H11_a_hundred_samples_are_fifty_steps_and_tokens_count_once(pools):
         assert progress.epoch == 1.0 and progress.sequences == 100
         assert progress.tokens == 100 * mr.S and progress.targets == 50 * count.targets[0]
         assert count == StepCount(count.targets, count.weights, 2 * mr.S, 2)
+
+
+def test_what_one_rank_cannot_count_is_told_on_all(pools):
+    assert pools(4).run(mr.malformed_on_one_rank, timeout_s=30) == [
+        "RuntimeError",
+        "PeerError",
+        "PeerError",
+        "PeerError",
+    ]
+
+
+def test_parameters_that_ddp_does_not_reduce_have_no_factor(pools):
+    for said in pools(4).run(mr.outside_of_ddp, timeout_s=30):
+        assert said == ["1.weight", "module.1.weight", "4"]

@@ -216,14 +216,16 @@ def to_ring(
     Raises:
         PlanMismatchError: ranks of the ring hold different batches. DataError: neither schedules nor mask, or both.
     """
-    if check:
-        agree_on(batch, context)
-    documents = documents_of(batch)
-    made = batch.get(SCHEDULES)
+    made, failure = batch.get(SCHEDULES), None
     if (made is None) == (mask is None):
-        raise DataError(
+        failure = DataError(
             "mask must be given where the collator knew no geometry, and only there. Leave one of them out."
         )
+    if check:
+        agree_on(batch, context, failure)  # the other ranks hear of it, too
+    if failure is not None:
+        raise failure
+    documents = documents_of(batch)
     part = context.partition(batch[INPUT_IDS].shape[1], documents=one_for_all(documents))
 
     def plan(what: Any) -> Plan:
@@ -235,16 +237,19 @@ def to_ring(
     return first.partition.shard_batch(sequence_fields(batch)), plans
 
 
-def agree_on(batch: Mapping[str, Any], context: ContextParallel) -> None:
+def agree_on(batch: Mapping[str, Any], context: ContextParallel, failure: Exception | None = None) -> None:
     """Compares a digest of the batch over the ring. Collective; one all_gather of 32 bytes.
 
+    Args:
+        failure: why this rank cannot go on; it is raised here, and told to the others.
     Raises:
-        PlanMismatchError: ranks of the ring hold different batches; on all of them, with what differs.
+        PlanMismatchError: ranks of the ring hold different batches; on all of them, with what differs. PeerError:
+            another rank has a failure.
     """
     fields = {name: _digest(x) for name, x in sequence_fields(batch).items()}
     fields |= {"documents": str(batch[DOCUMENT_LENGTHS]), "sequences": str(batch.get("sequences"))}
     text = "\n".join(f"{name}={value}" for name, value in fields.items())
-    context.driver.agree("the batch", hashlib.blake2b(text.encode(), digest_size=32).digest(), fields)
+    context.driver.agree("the batch", hashlib.blake2b(text.encode(), digest_size=32).digest(), fields, failure)
 
 
 def check_disjoint(batch: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -91,7 +91,11 @@ class Stage(Section):
         if self.lr is None:
             raise ConfigError(f"lr must be given to ask for it; the stage of {self.seq_len} tokens has none.")
         done = step - self.first_step + 1
-        return self.lr if done >= self.warmup_steps else self.lr * max(0, done) / self.warmup_steps
+        return (
+            self.lr
+            if done >= self.warmup_steps or not self.warmup_steps
+            else self.lr * max(0, done) / self.warmup_steps
+        )
 
     @field_validator("mesh")
     @classmethod

@@ -112,7 +112,11 @@ def _check_ranks(reducer: _Reducer, mean: TokenMean) -> None:
 
 def _check_left_out(model: nn.Module, reducer: _Reducer) -> None:
     """Parameters that FSDP2 was told to ignore have gradients that are scaled, and that nobody reduces."""
-    if reducer.name != "FSDP2" or reducer.divisor == 1:
+    if reducer.divisor == 1:
+        return
+    if reducer.name == DistributedDataParallel.__name__:
+        _check_in_ddp(model)
+    if reducer.name != "FSDP2":
         return
     plain = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if plain:
@@ -120,6 +124,23 @@ def _check_left_out(model: nn.Module, reducer: _Reducer) -> None:
             f"parameters must all be sharded for one factor to fit; {plain[0]} is not ({len(plain)} in all). Let FSDP2 "
             "sum (set_gradient_divide_factor(1.0), set_force_sum_reduction_for_comms(True)), and call reduce_gradients "
             "on these."
+        )
+
+
+def _check_in_ddp(model: nn.Module) -> None:
+    """Parameters outside of every DDP, or that it was told to ignore, are scaled too, and nobody reduces them."""
+    inside = {
+        parameter
+        for ddp in model.modules()
+        if isinstance(ddp, DistributedDataParallel)
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+    }
+    out = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
+    if out:
+        raise UnsupportedByRing(
+            f"parameters must all be in DistributedDataParallel for one factor to fit; {out[0]} is not ({len(out)} in "
+            "all). Wrap the whole model, or scale by 1, divide what DDP averages yourself, and reduce the others."
         )
 
 
@@ -160,7 +181,8 @@ def _by_mesh(parameters: nn.Module | Iterable[Tensor]) -> list[tuple[list[Tensor
     """Parameters with gradients, and those, apart by the mesh that they are sharded over: PyTorch adds up no others."""
     if isinstance(parameters, FullyShardedDataParallel):
         raise UnsupportedByRing("parameters of FSDP1 must be clipped by it; use model.clip_grad_norm_(max_norm).")
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    one = [parameters] if isinstance(parameters, Tensor) else parameters  # a tensor iterates over rows, without .grad
+    given = one.parameters() if isinstance(one, nn.Module) else one
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in dict.fromkeys(given):
         if parameter.grad is not None:

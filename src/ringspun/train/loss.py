@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ringspun.errors import ShapeError
+from ringspun.errors import DtypeError, ShapeError
 from ringspun.torch.sharding import IGNORED as IGNORED  # a label that is no target
 
 
@@ -31,6 +31,7 @@ def token_loss(logits: Tensor, targets: Tensor, *, total_targets: float, weights
     Returns:
         A scalar; 0, with zero gradients, on a rank without targets. The sum over the ranks is the mean loss.
     """
+    check_alike(logits, targets, weights)
     wide = wide_rows(logits)
     labels = targets.reshape(-1).long()
     if weights is None:
@@ -39,6 +40,15 @@ def token_loss(logits: Tensor, targets: Tensor, *, total_targets: float, weights
         each = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
         summed = (each * weights.reshape(-1).to(each.dtype).masked_fill(labels == IGNORED, 0)).sum()
     return summed / (total_targets or 1)  # without targets anywhere every share is 0
+
+
+def check_alike(logits: Tensor, targets: Tensor, weights: Tensor | None) -> None:
+    """Refuses targets and weights that are not one for each row of logits (or of hidden states), in the same shape."""
+    for name, x in (("targets", targets), ("weights", weights)):
+        if x is not None and x.shape != logits.shape[:-1]:
+            raise ShapeError(f"{name} must be {list(logits.shape[:-1])}, as the logits; got shape {list(x.shape)}.")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise DtypeError(f"targets must be integers; got {targets.dtype}.")
 
 
 def wide_rows(logits: Tensor) -> Tensor:
@@ -68,7 +78,10 @@ def chunked_token_loss(
         weights: as for `token_loss`.
         chunk_tokens: tokens whose logits are alive at once.
     """
+    check_alike(hidden, targets, weights)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+
+    weights = None if weights is None else weights.reshape(-1)
 
     def share(chunk: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         return token_loss(head(chunk), labels, total_targets=total_targets, weights=weights)
@@ -76,7 +89,7 @@ def chunked_token_loss(
     if len(rows) <= chunk_tokens:
         return share(rows, labels, weights)
     pieces = torch.split(rows, chunk_tokens)
-    parts = [None] * len(pieces) if weights is None else torch.split(weights.reshape(-1), chunk_tokens)
+    parts = [None] * len(pieces) if weights is None else torch.split(weights, chunk_tokens)
     chunks = zip(pieces, torch.split(labels, chunk_tokens), parts, strict=True)
     shares = [checkpoint(share, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(shares).sum()

@@ -123,13 +123,13 @@ class TokenMean:
             PlanMismatchError: ranks have another number of micro-batches; ranks of a ring another `num_items_in_batch`.
             PeerError: on another rank one of these was raised.
         """
-        failure: RingspunError | None = None
+        failure: Exception | None = None
         sums, rows, declared = torch.zeros(0, dtype=torch.float64), 0, None
         fields: dict[str, str] = {}
         try:
             sums, rows, declared = _of_this_rank(micro_batches)
             fields = {"micro_batches": str(len(micro_batches)), "targets of a token": str(len(sums) // 2)}
-        except RingspunError as problem:
+        except Exception as problem:  # whatever it is, the other ranks are waiting to hear of it
             failure = problem
         for driver in (self._ring, *self._data):
             # who failed on one axis tells those on the next, so that nobody waits

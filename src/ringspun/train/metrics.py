@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringspun.train.loss import IGNORED, wide_rows
+from ringspun.train.loss import IGNORED, check_alike, wide_rows
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def token_sums(logits: Tensor, targets: Tensor, weights: Tensor | None = None, *
         logits: ``[..., V]``. targets: ``[...]``, already shifted; -100: no target. weights: ``[...]``, default 1.
         chunk_tokens: tokens whose probabilities are alive at once.
     """
+    check_alike(logits, targets, weights)
     labels = targets.reshape(-1)
     chosen = labels != IGNORED
     if weights is not None:

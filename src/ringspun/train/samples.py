@@ -20,6 +20,8 @@ from ringspun.train.loss import IGNORED
 
 INPUT_IDS, LABELS, LOSS_WEIGHTS, MESSAGES, TEXT = "input_ids", "labels", "loss_weights", "messages", "text"
 _MADE_HERE = (INPUT_IDS, LABELS, LOSS_WEIGHTS, MESSAGES, TEXT, "position_ids", "attention_mask")
+_MADE_LATER: tuple[str, ...] = ("document_lengths", "schedules", "counts", "sequences", "state")  # of a batch
+_MADE_LATER += ("shift_labels", "shift_loss_weights", "num_items_in_batch", "total_loss_weight")  # of a shard
 _PROBE = "The quick brown fox, 0123456789;\n\tdef f(x): return x ** 2  # Übergrößen, 素早い茶色の狐"
 
 
@@ -80,7 +82,7 @@ class Encoder:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        taken = [name for name in self.fields if name in _MADE_HERE and name != LOSS_WEIGHTS]
+        taken = [name for name in self.fields if name in _MADE_HERE + _MADE_LATER and name != LOSS_WEIGHTS]
         if taken:
             raise DataError(f"fields must not be called {taken[0]!r}, which is made here. Rename it in the data.")
         if self.end == "eos":

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ringspun.core.host import is_integer
 from ringspun.errors import DataError, MissingExtra
-from ringspun.train.contents import Contents, read_again, read_text
+from ringspun.train.contents import Contents, read_again, read_text, unreadable
 from ringspun.train.data import Corpus, find_text
 
 _ROW_GROUPS_KEPT = 2
@@ -197,9 +197,10 @@ class JsonLines(Source):
     def __getitem__(self, index: int) -> Any:
         file, line, start, count = self._lines[index].tolist()
         path = self._paths[file]
+        text = read_again(path, self._contents[file], start=start, count=count)
         try:
-            return json.loads(read_again(path, self._contents[file], start=start, count=count))
-        except ValueError as problem:
+            return json.loads(text)
+        except (ValueError, RecursionError) as problem:
             raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
 
     def digest(self) -> str:
@@ -226,6 +227,7 @@ class Parquet(Source):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
+        self._footers = tuple(map(_footer, self._paths))
         groups: list[tuple[int, int, int]] = []
         for number, path in enumerate(self._paths):
             metadata = _parquet_file(path).metadata
@@ -248,12 +250,21 @@ class Parquet(Source):
         return self._rows
 
     def digest(self) -> str:
-        return _digest_of([_footer(path) for path in self._paths])
+        return _digest_of(list(self._footers))
+
+    def _read_group(self, path: Path, footer: bytes, group: int) -> Any:
+        file = _parquet_file(path)
+        if _footer(path) != footer:
+            raise DataError(f"{path}: data must not change while it is read; it did. Restore it, or start anew.")
+        try:
+            return file.read_row_group(group)
+        except (OSError, ValueError) as problem:
+            raise DataError(f"{path}: data must be a Parquet file; row group {group}: {problem}") from None
 
     def _table(self, group: int) -> Any:
         if group not in self._read:
             number, in_file, _ = self._groups[group]
-            self._read[group] = _parquet_file(self._paths[number]).read_row_group(in_file)
+            self._read[group] = self._read_group(self._paths[number], self._footers[number], in_file)
             while len(self._read) > _ROW_GROUPS_KEPT:
                 self._read.popitem(last=False)
         self._read.move_to_end(group)
@@ -276,10 +287,13 @@ def _parquet_file(path: Path) -> Any:
 
 def _footer(path: Path) -> bytes:
     """Size and end of a file, where Parquet keeps the places and statistics of all its columns."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, size - _FOOTER_BYTES))
-        return size.to_bytes(8, "little") + file.read()
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size - _FOOTER_BYTES))
+            return size.to_bytes(8, "little") + file.read()
+    except OSError as problem:
+        raise unreadable(path, problem) from None
 
 
 def _digest_of(value: Any) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -116,6 +117,8 @@ class PackedStream(IterableDataset[Batch]):
         self.epochs, self.last, self.lengths = epochs, last, lengths
         self._start: dict[str, Any] = _Walk().as_dict()
         self._after: dict[str, Any] | None = None
+        self._moves, self._moves_everywhere = 0, torch.zeros((), dtype=torch.int64)
+        self._moves_everywhere.share_memory_()  # type: ignore[no-untyped-call]
         self._check()
         self._digest = self.source.digest()
 
@@ -145,6 +148,11 @@ class PackedStream(IterableDataset[Batch]):
             DataError: no batch at all, a document too long where that is an error, or a row that cannot be read.
         """
         info = get_worker_info()
+        if info is not None and self._moves != int(self._moves_everywhere):
+            raise DataError(
+                "set_epoch and load_state_dict must come before the loader starts its workers, which keep the stream "
+                "as it was; they came after. Write DataLoader(..., persistent_workers=False), or make a new loader."
+            )
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         reader = _Reader(self, _Walk.from_dict(self._start))
         for number in itertools.count():  # a loader takes one batch of each worker in turn
@@ -158,7 +166,7 @@ class PackedStream(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Begin with the order of this epoch (0, 1, ...): for a loop that iterates anew for every epoch, as samplers
         have it."""
-        self._start, self._after = _Walk(epoch, epoch).as_dict(), None
+        self._move(_Walk(epoch, epoch).as_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is after the last batch that it yielded in this process: plain data.
@@ -194,7 +202,12 @@ class PackedStream(IterableDataset[Batch]):
                     f"{name} must be as when the state was saved, {given.get(name)!r}; got {value!r}. "
                     + ("Write load_state_dict(state, new_stage=True)." if name == "seq_len" else "Restore it.")
                 )
-        self._start, self._after = dict(state), None
+        self._move(dict(state))
+
+    def _move(self, start: dict[str, Any]) -> None:
+        self._start, self._after = start, None
+        self._moves += 1
+        self._moves_everywhere.fill_(self._moves)  # workers that persist read it, and nothing else of this process
 
     def identity(self) -> dict[str, Any]:
         """What the stream of sequences is a function of."""
