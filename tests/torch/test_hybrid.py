@@ -3,6 +3,8 @@ processes; and what cannot be is refused."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +185,8 @@ def test_explain_says_what_is_exchanged():
     split = HeadSplit(8, 2, 2)
     assert found.exchanged == exchanged(split, context.degrees, plan._sides, 3, wire_of(q, k, k))
     assert found.ring_rank == 1
+    with pytest.raises(PlanError, match="ring_rank must be from 0 to 3; got True"):
+        plan.explain(q, k, k, ring_rank=True)
     assert "ring 2 x ulysses 2" in str(found)
 
 
@@ -194,6 +198,7 @@ def test_explain_says_what_is_exchanged():
         ({"ulysses": True}, "ulysses must divide"),
         ({"ulysses": 2, "inner": "heads"}, "inner must be 'ulysses' or 'ring'"),
         ({"ring_group": object()}, "must come together"),
+        ({"inner": "ring"}, "inner must come with ulysses"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(asked, words):
@@ -338,3 +343,10 @@ def test_a_grid_with_one_row_that_fits_is_refused_on_every_rank():
     with RankPool(6) as pool:
         for name, words in pool.run(no_grid, timeout_s=20):
             assert (name, "the columns and rows of a grid" in words) == ("PlanError", True), words
+
+
+def test_a_context_is_neither_doubled_nor_pickled():
+    context = ContextParallel(Loopback(4), ulysses=2)
+    assert copy.copy(context) is context and copy.deepcopy(context) is context
+    with pytest.raises(TypeError, match="context must not be pickled"):
+        pickle.dumps(context)

@@ -311,6 +311,15 @@ class ContextParallel:
         shared |= {"backward": self.backward}
         self.driver.agree("the plan", digest_of((inputs, shared)), {**fields, **shared}, failure)
 
+    def __copy__(self) -> ContextParallel:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "context must not be pickled: it is this process's place in a ring. Send context.geometry, and make a "
+            "context where it arrives."
+        )
+
     def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a place in a ring cannot be doubled; models that hold one are copied
 

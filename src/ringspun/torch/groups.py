@@ -75,6 +75,8 @@ def place(
     degree = 1 if ulysses is None else ulysses
     if not is_integer(degree) or degree < 1 or driver.size % degree:
         raise PlanError(f"ulysses must divide the group's {driver.size} ranks; got {ulysses!r}.")
+    if inner is not None and ulysses is None:
+        raise PlanError(f"inner must come with ulysses, whose ranks or the ring's it makes neighbours; got {inner!r}.")
     return Place(driver, Degrees(driver.size // int(degree), int(degree), inner or "ulysses"))
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ringspun.core.accounting import exchanged
 from ringspun.core.degrees import HeadSplit
+from ringspun.core.host import is_integer
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule
 from ringspun.errors import PlanError
 from ringspun.torch import inputs
-from ringspun.torch.bias import of_heads
+from ringspun.torch.bias import Bias, of_heads
 from ringspun.torch.exchange import Exchange, Kind, held
 from ringspun.torch.execution import described, wire_of
 from ringspun.torch.explain import Explanation
@@ -107,20 +108,29 @@ class HybridPlan(Plan):
         return *of_each, [split.heads, split.kv_heads, split.degree], *shared, *asked
 
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, ring_rank: int | None = None, kernel: str | Kernel | None = None,
-        **asked: Any,
-    ) -> Explanation:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Bias | None = None,
+        kernel: str | Kernel | None = None,
+        ring_rank: int | None = None,
+    ) -> Explanation:
         """As `Plan.explain`, of the ring of a rank; and the bytes that it exchanges for heads.
 
         Args:
             ring_rank: rank of the group; default this process's.
         """
-        degrees = self._context.degrees
-        rank = self._context.driver.ring_ranks[0] if ring_rank is None else ring_rank
-        if not isinstance(rank, int) or not 0 <= rank < degrees.size:
-            raise PlanError(f"ring_rank must be from 0 to {degrees.size - 1}; got {ring_rank}.")
+        degrees, asked = self._context.degrees, Asked(scale, softcap, sinks, bias, kernel)
+        rank = self._context.rank if ring_rank is None else ring_rank
+        if not is_integer(rank) or not 0 <= rank < degrees.size:
+            raise PlanError(f"ring_rank must be from 0 to {degrees.size - 1}; got {ring_rank!r}.")
         q, k, v = inputs.autocast(q, k, v)
-        self._checked(q, k, v, Asked(**asked))
+        self._checked(q, k, v, asked)
         split = HeadSplit(q.shape[1], k.shape[1], degrees.ulysses)
         place, mine = degrees.place(rank)
         plan = self._plans[0]
@@ -129,8 +139,7 @@ class HybridPlan(Plan):
             x.new_empty(()).expand(x.shape[0], held(split, keys, mine), rows[keys], x.shape[3])
             for x, keys in ((q, False), (k, True), (v, True))
         ]
-        cut = _of_heads(Asked(**asked), split, mine)
-        found = plan.explain(*some, **{**cut._asdict(), "kernel": kernel}, ring_rank=place)
+        found = plan.explain(*some, **_of_heads(asked, split, mine)._asdict(), ring_rank=place)
         bytes_of = exchanged(split, degrees, self._sides, rank, wire_of(q, k, v))
         return replace(found, exchanged=bytes_of, degrees=degrees, weighed_degrees=self._context.weighed_degrees)
 
