@@ -216,7 +216,7 @@ def test_its_slots_are_those_of_a_ring():
     assert slots == {(p, n): wire.message_bytes(p, rows) for p in (Payload.QUERIES, Payload.DQ) for n in (0, 1)}
     there, here = memory(one, wire, turned), memory(one, wire)
     held = [128 + rows * 4 * 64 * 2 * 2 + 2 * rows * 4 * 4] * 2 + [128 + rows * 4 * 64 * 4] * 2  # queries; dq
-    sums = [rows * 2 * 64 * 4] * 2  # dk and dv; these and one dq find buffers of forward's: two blocks and out
+    sums = [wire.message_bytes(Payload.KV, rows)] * 2  # dk and dv find the buffers of forward's two blocks
     assert there.leased == sum(map(buffer_bytes, [*held, *sums])), (there.leased, held, sums)
     assert (there.inputs, there.out) == (here.inputs, here.out)
     counted = account(turned.backward, wire, backward=True)
