@@ -119,6 +119,8 @@ class PackedStream(IterableDataset[Batch]):
         self._after: dict[str, Any] | None = None
         self._moves, self._moves_everywhere = 0, torch.zeros((), dtype=torch.int64)
         self._moves_everywhere.share_memory_()  # type: ignore[no-untyped-call]
+        self._loaded, self._read_everywhere = False, torch.full((), -1, dtype=torch.int64)  # the move last read from
+        self._read_everywhere.share_memory_()  # type: ignore[no-untyped-call]
         self._check()
         self._digest = self.source.digest()
 
@@ -153,6 +155,7 @@ class PackedStream(IterableDataset[Batch]):
                 "set_epoch and load_state_dict must come before the loader starts its workers, which keep the stream "
                 "as it was; they came after. Write DataLoader(..., persistent_workers=False), or make a new loader."
             )
+        self._read_everywhere.fill_(self._moves)
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         reader = _Reader(self, _Walk.from_dict(self._start))
         for number in itertools.count():  # a loader takes one batch of each worker in turn
@@ -165,8 +168,19 @@ class PackedStream(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with the order of this epoch (0, 1, ...): for a loop that iterates anew for every epoch, as samplers
-        have it."""
-        self._move(_Walk(epoch, epoch).as_dict())
+        have it. A state of this epoch that was loaded and not yet read from is kept: the epoch goes on there.
+
+        Raises:
+            CheckpointError: such a state is of another epoch.
+        """
+        if self._loaded and int(self._read_everywhere) != self._moves:
+            if epoch != self._start["first_epoch"]:
+                raise CheckpointError(
+                    f"epoch must be that of the state that was loaded, {self._start['first_epoch']}; got {epoch}. "
+                    "Begin the loop with that epoch, of which nothing is read twice, or do not load the state."
+                )
+            return
+        self._move(_Walk(epoch, epoch).as_dict(), loaded=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is after the last batch that it yielded in this process: plain data.
@@ -202,10 +216,10 @@ class PackedStream(IterableDataset[Batch]):
                     f"{name} must be as when the state was saved, {given.get(name)!r}; got {value!r}. "
                     + ("Write load_state_dict(state, new_stage=True)." if name == "seq_len" else "Restore it.")
                 )
-        self._move(dict(state))
+        self._move(dict(state), loaded=True)
 
-    def _move(self, start: dict[str, Any]) -> None:
-        self._start, self._after = start, None
+    def _move(self, start: dict[str, Any], *, loaded: bool) -> None:
+        self._start, self._after, self._loaded = start, None, loaded
         self._moves += 1
         self._moves_everywhere.fill_(self._moves)  # workers that persist read it, and nothing else of this process
 
