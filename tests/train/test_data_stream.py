@@ -131,6 +131,18 @@ def test_known_lengths_change_nothing_and_only_what_is_yielded_is_read():
         list(wrong)
 
 
+def test_a_length_of_0_is_compared_too():
+    documents = [[1, 2, 3], [], [4, 5]]
+    right = measure(documents, Encoder())
+    assert sequences(list(stream(8, documents=documents, lengths=right))) == sequences(
+        list(stream(8, documents=documents))
+    )
+    wrong = right.copy()
+    wrong[2, 0] = 0
+    with pytest.raises(DataError, match="got 0 tokens for document 2, which has 2"):
+        list(stream(8, documents=documents, lengths=wrong))
+
+
 def test_order_is_of_the_seed_and_new_in_every_epoch():
     def order(**settings: Any) -> list[int]:
         return [ids[0] for _, ids, _, _ in sequences(list(stream(**settings)))]

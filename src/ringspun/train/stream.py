@@ -339,12 +339,23 @@ class _Reader:
         """Tokens of a document, whether it is a conversation, and the document where it had to be read for that."""
         if self._stream.lengths is not None:
             tokens, conversation = self._stream.lengths[document].tolist()
+            if tokens == 0:  # it leaves no piece, so it would never be read and compared
+                self._read_measured(document)
             return tokens, bool(conversation), None
         sample = self._read(document)
         return len(sample), sample.whole, sample
 
     def _read(self, document: int) -> Sample:
         return self._stream.collator.encoder(self._stream.source[document])
+
+    def _read_measured(self, document: int) -> Sample:
+        sample, lengths = self._read(document), self._stream.lengths
+        if lengths is not None and len(sample) != lengths[document, 0]:
+            raise DataError(
+                f"lengths must be what measure made of these documents; got {lengths[document, 0]} tokens for document "
+                f"{document}, which has {len(sample)}. Measure again."
+            )
+        return sample
 
     def _sample(self, number: int, piece: Piece) -> Sample:
         """The tokens of a piece that was taken out of the pool."""
@@ -354,12 +365,7 @@ class _Reader:
 
     def _recall(self, document: int, taken: dict[int, Piece]) -> None:
         """Reads a document whose tokens are not at hand, once for all its pieces."""
-        sample, lengths = self._read(document), self._stream.lengths
-        if lengths is not None and len(sample) != lengths[document, 0]:
-            raise DataError(
-                f"lengths must be what measure made of these documents; got {lengths[document, 0]} tokens for document "
-                f"{document}, which has {len(sample)}. Measure again."
-            )
+        sample = self._read_measured(document)
         waiting = {number: piece for number, piece in self._walk.pool.numbered() if piece.document == document}
         for number, piece in {**waiting, **taken}.items():
             self._samples.setdefault(number, sample.cut(piece.start, piece.stop))
