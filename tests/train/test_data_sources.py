@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ringspun.errors import DataError, MissingExtra
+from ringspun.train.samples import Sample
 from ringspun.train.sources import DataSet, JsonLines, Parquet, Rows, Source, TextFiles, open_source
 
 ROWS: list[Any] = [{"text": "eins"}, {"text": "zwei ü"}, {"input_ids": [1, 2, 3]}, "drei", [4, 5]]
@@ -179,6 +180,24 @@ def test_a_digest_tells_rows_apart_and_no_others():
     assert len({Rows(rows).digest() for rows in different}) == len(different)
     assert Rows([{"a": 1, "b": [2]}]).digest() == Rows([{"b": [2], "a": 1}]).digest()
     assert Rows([[1, 2]]).digest() == Rows([(1, 2)]).digest() == Rows([np.array([1, 2])]).digest()
+
+
+def test_a_digest_is_of_all_values_and_not_of_how_numpy_prints_them():
+    def digests(*arrays: np.ndarray) -> set[str]:
+        samples = [[Sample({"input_ids": one, "labels": tokens})] for one in arrays]
+        rows = [[{"input_ids": one, "labels": tokens}] for one in arrays]
+        mixed = [[[None, one]] for one in arrays]
+        objects = [[np.array([*one.tolist(), None])] for one in arrays]
+        return {Rows(made).digest() for kind in (samples, rows, mixed, objects) for made in kind}
+
+    tokens = np.arange(5000)
+    other = tokens.copy()
+    other[2500] = 7
+    assert len(digests(tokens)) == 4 and len(digests(tokens, other)) == 8
+    assert digests(tokens.copy()) == digests(tokens)
+    assert len(digests(tokens, tokens.astype(np.int32), tokens.astype(">i4"))) == 10  # a list has no dtype
+    sample = Sample({"input_ids": tokens, "labels": tokens})
+    assert Rows([sample]).digest() != Rows([Sample(sample.fields, whole=True)]).digest()
 
 
 def test_a_changed_or_deep_line_is_told_in_its_own_words(tmp_path):

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,8 @@ def _digest_of(value: Any) -> str:
 
 def _feed(h: Any, value: Any) -> None:
     """Adds a value to a digest: equal plain data gives equal digests in every process."""
+    if is_dataclass(value) and not isinstance(value, type):  # a Sample
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, Mapping):
         value = [part for key in sorted(value) for part in (key, value[key])]
     if isinstance(value, bytes):
@@ -317,9 +320,9 @@ def _feed(h: Any, value: Any) -> None:
     elif value is None or isinstance(value, bool | float):
         h.update(f"v{value!r};".encode())
     elif (array := np.asarray(value)).dtype.hasobject:
-        _feed(h, repr(value))
+        _feed(h, array.tolist() if isinstance(value, np.ndarray) else repr(value))  # numpy's repr leaves out the middle
     else:
-        h.update(f"a{array.dtype.kind}{array.shape}:".encode() + np.ascontiguousarray(array).tobytes())
+        h.update(f"a{array.dtype.str}{array.shape}:".encode() + np.ascontiguousarray(array).tobytes())
 
 
 _READERS: Mapping[str, type[JsonLines | Parquet]] = {".jsonl": JsonLines, ".parquet": Parquet}
