@@ -118,6 +118,19 @@ class Encoder:
             f"A dict has {TEXT!r}, {MESSAGES!r} or {INPUT_IDS!r}."
         )
 
+    def named(self, row: Any, where: str) -> Sample:
+        """The sample of one row, whose name, such as ``document 3 (a.jsonl, line 4)``, begins its errors.
+
+        Raises:
+            DataError: as where it is called; also for what numpy or the tokenizer cannot read.
+        """
+        try:
+            return self(row)
+        except DataError as problem:
+            raise DataError(f"{where}: {problem}") from problem
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise DataError(f"{where}: it must be readable; {type(problem).__name__}: {problem}") from problem
+
     def _tokens(self, text: str) -> NDArray[np.int64]:
         if self.tokenizer is None:
             raise DataError("encoder must have a tokenizer for strings; got none. Write Encoder(tokenizer).")

@@ -54,6 +54,10 @@ class Source(ABC):
         """Documents per block ``[n]`` that is read best as a whole; shuffling keeps blocks together. Default: one."""
         return np.array([len(self)], np.int64)
 
+    def where(self, index: int) -> str:
+        """A document's name in errors; with its file and line where there are any."""
+        return f"document {index}"
+
     def order(self, seed: Sequence[int] | None) -> NDArray[np.int64]:
         """All indices: as they are, or shuffled by `seed`."""
         blocks = self.blocks()
@@ -169,6 +173,9 @@ class TextFiles(Source):
         contents = self._corpus.contents[index]
         return read_again(self._corpus.path(index), contents, start=0, count=contents.size_bytes).decode("utf-8")
 
+    def where(self, index: int) -> str:
+        return f"document {index} ({self._corpus.path(index)})"
+
     def digest(self) -> str:
         return self._corpus.digest
 
@@ -203,6 +210,10 @@ class JsonLines(Source):
             return json.loads(text)
         except (ValueError, RecursionError) as problem:
             raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
+
+    def where(self, index: int) -> str:
+        file, line, _, _ = self._lines[index].tolist()
+        return f"document {index} ({self._paths[file]}, line {line + 1})"
 
     def digest(self) -> str:
         return _digest_of([contents.sha256 for contents in self._contents])
@@ -246,6 +257,12 @@ class Parquet(Source):
     def __getitem__(self, index: int) -> Any:
         group = bisect_right(self._starts, index) - 1
         return self._table(group).slice(index - self._starts[group], 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        group = bisect_right(self._starts, index) - 1
+        number, in_file, _ = self._groups[group]
+        row = index - self._starts[group]
+        return f"document {index} ({self._paths[number]}, row group {in_file}, its row {row})"
 
     def blocks(self) -> NDArray[np.int64]:
         return self._rows

@@ -39,7 +39,7 @@ def measure(source: Any, encoder: Encoder) -> NDArray[np.int64]:
     Encodes everything once; keep it with ``np.save``.
     """
     documents = open_source(source)
-    samples = (encoder(documents[i]) for i in range(len(documents)))
+    samples = (encoder.named(documents[i], documents.where(i)) for i in range(len(documents)))
     return np.array([(len(sample), sample.whole) for sample in samples], np.int64).reshape(-1, 2)
 
 
@@ -346,7 +346,8 @@ class _Reader:
         return len(sample), sample.whole, sample
 
     def _read(self, document: int) -> Sample:
-        return self._stream.collator.encoder(self._stream.source[document])
+        source = self._stream.source
+        return self._stream.collator.encoder.named(source[document], source.where(document))
 
     def _read_measured(self, document: int) -> Sample:
         sample, lengths = self._read(document), self._stream.lengths
