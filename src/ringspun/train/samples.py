@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspun.errors import DataError
-from ringspun.train.conversations import conversation
+from ringspun.train.conversations import check_template, conversation
 from ringspun.train.loss import IGNORED
 
 INPUT_IDS, LABELS, LOSS_WEIGHTS, MESSAGES, TEXT = "input_ids", "labels", "loss_weights", "messages", "text"
@@ -70,9 +70,10 @@ class Encoder:
         fields: other fields of rows with `input_ids` that have one value per token, each with its value on padding.
             Undeclared ones are refused; strings, numbers and dicts beside the tokens are metadata and left out.
             `loss_weights` may be declared too: every batch then has them, 1 where a row has none.
-        template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...).
+        template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...), none that
+            cuts (`truncation`, `max_length`) or says what it returns.
     Raises:
-        DataError: a field's name that is taken.
+        DataError: a field's name that is taken, an argument of the template that is refused.
     """
 
     tokenizer: Any = None
@@ -85,6 +86,7 @@ class Encoder:
         taken = [name for name in self.fields if name in _MADE_HERE + _MADE_LATER and name != LOSS_WEIGHTS]
         if taken:
             raise DataError(f"fields must not be called {taken[0]!r}, which is made here. Rename it in the data.")
+        check_template(self.template)
         if self.end == "eos":
             object.__setattr__(self, "end", getattr(self.tokenizer, "eos_token_id", None))
 
