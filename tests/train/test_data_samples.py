@@ -149,6 +149,26 @@ def test_more_arguments_reach_the_template(tokenizer):
     assert tokenizer.decode(tokens).startswith("LOUD<|im_start|>")
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ({"truncation": True}, "'truncation', which cuts conversations in silence; got True.*overflow_conversations"),
+        ({"max_length": 9}, "'max_length', which cuts conversations in silence; got 9"),
+        ({"return_dict": False}, "'return_dict', which is set here"),
+        ({"return_tensors": "pt"}, "'return_tensors', which is set here"),
+        ({"add_generation_prompt": True}, "'add_generation_prompt', which is set here"),
+        ({"tokenize": False}, "'tokenize', which is set here"),
+        ({"return_assistant_tokens_mask": True}, "'return_assistant_tokens_mask', which is set here"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cut_or_break_what_is_read_are_refused(tokenizer, template, words):
+    with pytest.raises(DataError, match=words):
+        Encoder(tokenizer, template=template)
+    with pytest.raises(DataError, match=words):
+        conversation(tokenizer, TALK, chat_template=CHATML, **template)
+
+
 def test_encoders_that_make_other_tokens_are_told_apart(tokenizer):
     names = [Encoder(tokenizer), Encoder(tokenizer, end=3), Encoder(byte_tokenizer(CHATML)), Encoder()]
     assert len({str(one.identity()) for one in names}) == 4

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from ringspun.errors import DataError, MissingExtra
+from ringspun.train.collate import Collator
+from ringspun.train.samples import Encoder, Sample
 from ringspun.train.sources import DataSet, JsonLines, Parquet, Rows, Source, TextFiles, open_source
+from ringspun.train.stream import PackedStream, measure
 
 ROWS: list[Any] = [{"text": "eins"}, {"text": "zwei ü"}, {"input_ids": [1, 2, 3]}, "drei", [4, 5]]
 
@@ -179,6 +182,74 @@ def test_a_digest_tells_rows_apart_and_no_others():
     assert len({Rows(rows).digest() for rows in different}) == len(different)
     assert Rows([{"a": 1, "b": [2]}]).digest() == Rows([{"b": [2], "a": 1}]).digest()
     assert Rows([[1, 2]]).digest() == Rows([(1, 2)]).digest() == Rows([np.array([1, 2])]).digest()
+
+
+def test_a_digest_is_of_all_values_and_not_of_how_numpy_prints_them():
+    def digests(*arrays: np.ndarray) -> set[str]:
+        samples = [[Sample({"input_ids": one, "labels": tokens})] for one in arrays]
+        rows = [[{"input_ids": one, "labels": tokens}] for one in arrays]
+        mixed = [[[None, one]] for one in arrays]
+        objects = [[np.array([*one.tolist(), None])] for one in arrays]
+        return {Rows(made).digest() for kind in (samples, rows, mixed, objects) for made in kind}
+
+    tokens = np.arange(5000)
+    other = tokens.copy()
+    other[2500] = 7
+    assert len(digests(tokens)) == 4 and len(digests(tokens, other)) == 8
+    assert digests(tokens.copy()) == digests(tokens)
+    assert len(digests(tokens, tokens.astype(np.int32), tokens.astype(">i4"))) == 10  # a list has no dtype
+    sample = Sample({"input_ids": tokens, "labels": tokens})
+    assert Rows([sample]).digest() != Rows([Sample(sample.fields, whole=True)]).digest()
+
+
+BAD = {"input_ids": [1, 2], "labels": [1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("rows", "document 4"),
+        ("jsonl", r"document 4 \(.*b\.jsonl, line 3\)"),
+        ("parquet", r"document 4 \(.*b\.parquet, row group 1, its row 0\)"),
+        ("text", r"document 1 \(.*b\.txt\)"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_and_line(kind, where, tmp_path):
+    good, source = {"input_ids": [1, 2], "labels": [1, 2]}, tmp_path
+    if kind == "rows":
+        source = [good] * 4 + [BAD]
+    elif kind == "jsonl":
+        write_lines(tmp_path / "a.jsonl", [good] * 3)
+        (tmp_path / "b.jsonl").write_text(f"{json.dumps(good)}\n\n{json.dumps(BAD)}\n")
+    elif kind == "parquet":
+        write_parquet(tmp_path / "a.parquet", [good] * 3, 1)
+        write_parquet(tmp_path / "b.parquet", [good, BAD], 1)
+    else:
+        (tmp_path / "a.txt").write_text("")
+        (tmp_path / "a1.txt").write_text("a")
+        (tmp_path / "b.txt").write_text("b")
+    encoder = Encoder(NoB()) if kind == "text" else Encoder()
+    words = f"^{where}: " + (
+        "it must be readable; ValueError: no b" if kind == "text" else "labels must have one value"
+    )
+    with pytest.raises(DataError, match=words):
+        list(PackedStream(source, Collator(8, overflow="split", encoder=encoder)))
+    with pytest.raises(DataError, match=words):
+        measure(source, encoder)
+
+
+def test_a_bad_row_of_a_batch_is_named():
+    with pytest.raises(DataError, match=r"^document 1: it must be readable; ValueError"):
+        Collator(8, overflow="split")([[1], {"input_ids": [[1], [2, 3]]}])
+
+
+class NoB:
+    """A tokenizer that fails as they do."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if text == "b":
+            raise ValueError(f"no {text}")
+        return [1]
 
 
 def test_a_changed_or_deep_line_is_told_in_its_own_words(tmp_path):

@@ -131,6 +131,18 @@ def test_known_lengths_change_nothing_and_only_what_is_yielded_is_read():
         list(wrong)
 
 
+def test_a_length_of_0_is_compared_too():
+    documents = [[1, 2, 3], [], [4, 5]]
+    right = measure(documents, Encoder())
+    assert sequences(list(stream(8, documents=documents, lengths=right))) == sequences(
+        list(stream(8, documents=documents))
+    )
+    wrong = right.copy()
+    wrong[2, 0] = 0
+    with pytest.raises(DataError, match="got 0 tokens for document 2, which has 2"):
+        list(stream(8, documents=documents, lengths=wrong))
+
+
 def test_order_is_of_the_seed_and_new_in_every_epoch():
     def order(**settings: Any) -> list[int]:
         return [ids[0] for _, ids, _, _ in sequences(list(stream(**settings)))]
@@ -143,6 +155,40 @@ def test_order_is_of_the_seed_and_new_in_every_epoch():
     assert sequences(list(first)) == sequences(list(first))
     unshuffled = list(stream(512, shuffle=False, pool_documents=1))
     assert unshuffled[0]["input_ids"][0, 0] == DOCUMENTS[0][0]
+
+
+@pytest.mark.parametrize("at", [0, 7, -1])
+def test_a_loop_over_epochs_goes_on_after_the_state_that_it_loads(at):
+    epochs = []
+    ours = stream()
+    for epoch in range(3):
+        ours.set_epoch(epoch)
+        epochs.append(list(ours))
+    again = stream()
+    again.load_state_dict(json.loads(json.dumps(epochs[1][at]["state"])))
+    for other in (0, 2):
+        with pytest.raises(CheckpointError, match=f"epoch must be that of the state that was loaded, 1; got {other}"):
+            again.set_epoch(other)
+    rest = []
+    for epoch in (1, 2):
+        again.set_epoch(epoch)
+        again.set_epoch(epoch)
+        rest += sequences(list(again))
+    assert rest == sequences(epochs[1][at:][1:]) + sequences(epochs[2])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.processes
+def test_a_state_that_a_loaders_worker_read_from_stops_no_later_epoch():
+    first, second = stream(), stream()
+    state = list(first)[5]["state"]
+    first.load_state_dict(state)
+    for epoch in range(2):
+        if epoch:
+            first.set_epoch(epoch)
+        last = list(DataLoader(first, batch_size=None, num_workers=1))
+    second.set_epoch(1)
+    assert sequences(last) == sequences(list(second))
 
 
 def test_without_end_it_goes_through_the_epochs():

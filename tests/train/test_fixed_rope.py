@@ -118,6 +118,12 @@ def test_P6_positions_beyond_the_length_are_refused() -> None:
         call(S)
     with pytest.raises(UnsupportedByRing, match="must be below 20"):
         call(S, Documents([21, 8]))
+    part = ring.partition(S, documents=Documents([20, 9]))
+    running = part.shard_batch({"input_ids": ids, "position_ids": torch.arange(S)[None]})
+    model(
+        **running, ringspun_plan=part.plan(Causal() & Documents([20, 9]))
+    )  # as the page says: a batch's own positions are not looked at
+    assert part.position_count(restart=False) == S  # what to write for them
     fix_rope(model, seq_len=S)
     fresh = prepare(hf.rotated(DYNAMIC, S))
     part = ring.partition(S)

@@ -87,7 +87,7 @@ class Collator:
         Raises:
             DataError: a row that cannot be read, or a longer document where `overflow` is "error".
         """
-        samples, counts = [self.encoder(row) for row in rows], Counts()
+        samples, counts = [self.encoder.named(row, f"document {i}") for i, row in enumerate(rows)], Counts()
         pieces = [
             piece
             for i, sample in enumerate(samples)

@@ -19,6 +19,8 @@ from ringspun.errors import DataError
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
+_CUT = ("truncation", "max_length")
+_SET_HERE = ("tokenize", "return_dict", "return_tensors", "add_generation_prompt", "return_assistant_tokens_mask")
 
 
 def conversation(
@@ -35,8 +37,10 @@ def conversation(
     Returns:
         tokens int64 ``[n]``, and bool ``[n]``.
     Raises:
-        DataError: no chat template, messages that it cannot render, or one that writes earlier turns otherwise later.
+        DataError: arguments that cut or are set here, no chat template, messages that it cannot render, or one that
+            writes earlier turns otherwise later.
     """
+    check_template(template)
     if isinstance(messages, str) or not isinstance(messages, Sequence | np.ndarray) or len(messages) == 0:
         raise DataError(f"messages must be a list of at least one message; got {messages!r}.")
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
@@ -48,6 +52,20 @@ def conversation(
     if _MARK.search(_template(tokenizer, template)):
         return _by_marks(tokenizer, messages, bool(turns), template)
     return _by_rendering(tokenizer, list(messages), turns, template)
+
+
+def check_template(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments of `apply_chat_template` that would cut conversations in silence, or that are set here."""
+    for name in arguments:
+        if name in _CUT:
+            raise DataError(
+                f"template must not have {name!r}, which cuts conversations in silence; got {arguments[name]!r}. Leave "
+                "it out: overflow_conversations of the Collator says what becomes of long ones."
+            )
+        if name in _SET_HERE:
+            raise DataError(
+                f"template must not have {name!r}, which is set here; got {arguments[name]!r}. Leave it out."
+            )
 
 
 def _template(tokenizer: Any, arguments: Mapping[str, Any]) -> str:

@@ -32,8 +32,10 @@ def fix_rope(model: M, *, seq_len: int, rope: Rope | None = None) -> M:
         fix_rope(model, seq_len=part.position_count())             # a dynamic or longrope model, on a ring
         fix_rope(model, seq_len=stage.seq_len, rope=stage.rope)    # the next stage of a ContextSchedule
 
-    Where the frequencies depend on the length (dynamic, longrope), do so before `prepare`, which refuses them else; a
-    call whose positions go further is refused, a shorter one rotates by those of `seq_len`.
+    Where the frequencies depend on the length (dynamic, longrope), do so before `prepare`, which refuses them else. A
+    call whose plan says positions that go further is refused, a shorter one rotates by those of `seq_len`. The plan
+    says the longest document where its partition has documents, else the end of the sequence; positions of a batch's
+    own, which may run on through documents, are not looked at.
 
     Args:
         model: changed in place: its rotary modules are replaced. seq_len: the length that decides (tokens), the same on

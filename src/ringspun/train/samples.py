@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspun.errors import DataError
-from ringspun.train.conversations import conversation
+from ringspun.train.conversations import check_template, conversation
 from ringspun.train.loss import IGNORED
 
 INPUT_IDS, LABELS, LOSS_WEIGHTS, MESSAGES, TEXT = "input_ids", "labels", "loss_weights", "messages", "text"
@@ -70,9 +70,10 @@ class Encoder:
         fields: other fields of rows with `input_ids` that have one value per token, each with its value on padding.
             Undeclared ones are refused; strings, numbers and dicts beside the tokens are metadata and left out.
             `loss_weights` may be declared too: every batch then has them, 1 where a row has none.
-        template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...).
+        template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...), none that
+            cuts (`truncation`, `max_length`) or says what it returns.
     Raises:
-        DataError: a field's name that is taken.
+        DataError: a field's name that is taken, an argument of the template that is refused.
     """
 
     tokenizer: Any = None
@@ -85,6 +86,7 @@ class Encoder:
         taken = [name for name in self.fields if name in _MADE_HERE + _MADE_LATER and name != LOSS_WEIGHTS]
         if taken:
             raise DataError(f"fields must not be called {taken[0]!r}, which is made here. Rename it in the data.")
+        check_template(self.template)
         if self.end == "eos":
             object.__setattr__(self, "end", getattr(self.tokenizer, "eos_token_id", None))
 
@@ -117,6 +119,19 @@ class Encoder:
             f"documents must be strings, lists of tokens or dicts; got {type(row).__name__}. "
             f"A dict has {TEXT!r}, {MESSAGES!r} or {INPUT_IDS!r}."
         )
+
+    def named(self, row: Any, where: str) -> Sample:
+        """The sample of one row, whose name, such as ``document 3 (a.jsonl, line 4)``, begins its errors.
+
+        Raises:
+            DataError: as where it is called; also for what numpy or the tokenizer cannot read.
+        """
+        try:
+            return self(row)
+        except DataError as problem:
+            raise DataError(f"{where}: {problem}") from problem
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise DataError(f"{where}: it must be readable; {type(problem).__name__}: {problem}") from problem
 
     def _tokens(self, text: str) -> NDArray[np.int64]:
         if self.tokenizer is None:

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ class Source(ABC):
     def blocks(self) -> NDArray[np.int64]:
         """Documents per block ``[n]`` that is read best as a whole; shuffling keeps blocks together. Default: one."""
         return np.array([len(self)], np.int64)
+
+    def where(self, index: int) -> str:
+        """A document's name in errors; with its file and line where there are any."""
+        return f"document {index}"
 
     def order(self, seed: Sequence[int] | None) -> NDArray[np.int64]:
         """All indices: as they are, or shuffled by `seed`."""
@@ -168,6 +173,9 @@ class TextFiles(Source):
         contents = self._corpus.contents[index]
         return read_again(self._corpus.path(index), contents, start=0, count=contents.size_bytes).decode("utf-8")
 
+    def where(self, index: int) -> str:
+        return f"document {index} ({self._corpus.path(index)})"
+
     def digest(self) -> str:
         return self._corpus.digest
 
@@ -202,6 +210,10 @@ class JsonLines(Source):
             return json.loads(text)
         except (ValueError, RecursionError) as problem:
             raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
+
+    def where(self, index: int) -> str:
+        file, line, _, _ = self._lines[index].tolist()
+        return f"document {index} ({self._paths[file]}, line {line + 1})"
 
     def digest(self) -> str:
         return _digest_of([contents.sha256 for contents in self._contents])
@@ -245,6 +257,12 @@ class Parquet(Source):
     def __getitem__(self, index: int) -> Any:
         group = bisect_right(self._starts, index) - 1
         return self._table(group).slice(index - self._starts[group], 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        group = bisect_right(self._starts, index) - 1
+        number, in_file, _ = self._groups[group]
+        row = index - self._starts[group]
+        return f"document {index} ({self._paths[number]}, row group {in_file}, its row {row})"
 
     def blocks(self) -> NDArray[np.int64]:
         return self._rows
@@ -304,6 +322,8 @@ def _digest_of(value: Any) -> str:
 
 def _feed(h: Any, value: Any) -> None:
     """Adds a value to a digest: equal plain data gives equal digests in every process."""
+    if is_dataclass(value) and not isinstance(value, type):  # a Sample
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, Mapping):
         value = [part for key in sorted(value) for part in (key, value[key])]
     if isinstance(value, bytes):
@@ -317,9 +337,9 @@ def _feed(h: Any, value: Any) -> None:
     elif value is None or isinstance(value, bool | float):
         h.update(f"v{value!r};".encode())
     elif (array := np.asarray(value)).dtype.hasobject:
-        _feed(h, repr(value))
+        _feed(h, array.tolist() if isinstance(value, np.ndarray) else repr(value))  # numpy's repr leaves out the middle
     else:
-        h.update(f"a{array.dtype.kind}{array.shape}:".encode() + np.ascontiguousarray(array).tobytes())
+        h.update(f"a{array.dtype.str}{array.shape}:".encode() + np.ascontiguousarray(array).tobytes())
 
 
 _READERS: Mapping[str, type[JsonLines | Parquet]] = {".jsonl": JsonLines, ".parquet": Parquet}

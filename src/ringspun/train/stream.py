@@ -39,7 +39,7 @@ def measure(source: Any, encoder: Encoder) -> NDArray[np.int64]:
     Encodes everything once; keep it with ``np.save``.
     """
     documents = open_source(source)
-    samples = (encoder(documents[i]) for i in range(len(documents)))
+    samples = (encoder.named(documents[i], documents.where(i)) for i in range(len(documents)))
     return np.array([(len(sample), sample.whole) for sample in samples], np.int64).reshape(-1, 2)
 
 
@@ -119,6 +119,8 @@ class PackedStream(IterableDataset[Batch]):
         self._after: dict[str, Any] | None = None
         self._moves, self._moves_everywhere = 0, torch.zeros((), dtype=torch.int64)
         self._moves_everywhere.share_memory_()  # type: ignore[no-untyped-call]
+        self._loaded, self._read_everywhere = False, torch.full((), -1, dtype=torch.int64)  # the move last read from
+        self._read_everywhere.share_memory_()  # type: ignore[no-untyped-call]
         self._check()
         self._digest = self.source.digest()
 
@@ -153,6 +155,7 @@ class PackedStream(IterableDataset[Batch]):
                 "set_epoch and load_state_dict must come before the loader starts its workers, which keep the stream "
                 "as it was; they came after. Write DataLoader(..., persistent_workers=False), or make a new loader."
             )
+        self._read_everywhere.fill_(self._moves)
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         reader = _Reader(self, _Walk.from_dict(self._start))
         for number in itertools.count():  # a loader takes one batch of each worker in turn
@@ -165,8 +168,19 @@ class PackedStream(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with the order of this epoch (0, 1, ...): for a loop that iterates anew for every epoch, as samplers
-        have it."""
-        self._move(_Walk(epoch, epoch).as_dict())
+        have it. A state of this epoch that was loaded and not yet read from is kept: the epoch goes on there.
+
+        Raises:
+            CheckpointError: such a state is of another epoch.
+        """
+        if self._loaded and int(self._read_everywhere) != self._moves:
+            if epoch != self._start["first_epoch"]:
+                raise CheckpointError(
+                    f"epoch must be that of the state that was loaded, {self._start['first_epoch']}; got {epoch}. "
+                    "Begin the loop with that epoch, of which nothing is read twice, or do not load the state."
+                )
+            return
+        self._move(_Walk(epoch, epoch).as_dict(), loaded=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is after the last batch that it yielded in this process: plain data.
@@ -202,10 +216,10 @@ class PackedStream(IterableDataset[Batch]):
                     f"{name} must be as when the state was saved, {given.get(name)!r}; got {value!r}. "
                     + ("Write load_state_dict(state, new_stage=True)." if name == "seq_len" else "Restore it.")
                 )
-        self._move(dict(state))
+        self._move(dict(state), loaded=True)
 
-    def _move(self, start: dict[str, Any]) -> None:
-        self._start, self._after = start, None
+    def _move(self, start: dict[str, Any], *, loaded: bool) -> None:
+        self._start, self._after, self._loaded = start, None, loaded
         self._moves += 1
         self._moves_everywhere.fill_(self._moves)  # workers that persist read it, and nothing else of this process
 
@@ -325,12 +339,24 @@ class _Reader:
         """Tokens of a document, whether it is a conversation, and the document where it had to be read for that."""
         if self._stream.lengths is not None:
             tokens, conversation = self._stream.lengths[document].tolist()
+            if tokens == 0:  # it leaves no piece, so it would never be read and compared
+                self._read_measured(document)
             return tokens, bool(conversation), None
         sample = self._read(document)
         return len(sample), sample.whole, sample
 
     def _read(self, document: int) -> Sample:
-        return self._stream.collator.encoder(self._stream.source[document])
+        source = self._stream.source
+        return self._stream.collator.encoder.named(source[document], source.where(document))
+
+    def _read_measured(self, document: int) -> Sample:
+        sample, lengths = self._read(document), self._stream.lengths
+        if lengths is not None and len(sample) != lengths[document, 0]:
+            raise DataError(
+                f"lengths must be what measure made of these documents; got {lengths[document, 0]} tokens for document "
+                f"{document}, which has {len(sample)}. Measure again."
+            )
+        return sample
 
     def _sample(self, number: int, piece: Piece) -> Sample:
         """The tokens of a piece that was taken out of the pool."""
@@ -340,12 +366,7 @@ class _Reader:
 
     def _recall(self, document: int, taken: dict[int, Piece]) -> None:
         """Reads a document whose tokens are not at hand, once for all its pieces."""
-        sample, lengths = self._read(document), self._stream.lengths
-        if lengths is not None and len(sample) != lengths[document, 0]:
-            raise DataError(
-                f"lengths must be what measure made of these documents; got {lengths[document, 0]} tokens for document "
-                f"{document}, which has {len(sample)}. Measure again."
-            )
+        sample = self._read_measured(document)
         waiting = {number: piece for number, piece in self._walk.pool.numbered() if piece.document == document}
         for number, piece in {**waiting, **taken}.items():
             self._samples.setdefault(number, sample.cut(piece.start, piece.stop))
