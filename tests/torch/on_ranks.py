@@ -255,7 +255,7 @@ def send_much(rank: int, megabytes: int, longest_s: float) -> tuple[float, float
     """One query a rank sees all keys; whole blocks travel for them. Their out, and gradients of values."""
     heads, size, ranks = 1, 64, dist.get_world_size()
     tokens = megabytes * 2**20 // (2 * heads * size * 4)
-    context = ContextParallel(dist.group.WORLD, layout=Contiguous(), timeout_s=PATIENCE_S)
+    context = ContextParallel(dist.group.WORLD, layout=Contiguous(), timeout_s=PATIENCE_S, backward="keys")
     plan = context.plan(ranks, Full(), key_len=ranks * tokens)
     q, k = torch.zeros(1, heads, 1, size), torch.zeros(1, heads, tokens, size)
     v = torch.full((1, heads, tokens, size), 1.0 + rank, requires_grad=True)
