@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +21,7 @@ from ringspun.core.links import Link, Links
 from ringspun.testing.links import links_on_rank
 from ringspun.testing.pool import RankPool
 from ringspun.testing.slow_links import SlowLinks
-from ringspun.testing.timing import paired_ratio
+from ringspun.testing.timing import paired_ratio, second_run
 from ringspun.torch import ContextParallel, Gloo
 
 RANKS, NODE, HEADS, HEAD_SIZE = 8, 4, 4, 64
@@ -34,15 +33,7 @@ def timed(ring_rank: int, route: str, tokens: int, bytes_per_s: float, folder: s
     torch.set_num_threads(1)
     driver = SlowLinks(Gloo(dist.group.WORLD), node=NODE, bytes_per_s=bytes_per_s, folder=Path(folder))
     plan = ContextParallel(driver, layout=Contiguous(), route=route).plan(RANKS * tokens, Full())
-    q, k, v, dout = (torch.randn(1, HEADS, tokens, HEAD_SIZE) for _ in range(4))
-    for x in (q, k, v):
-        x.requires_grad_()
-    for _ in range(2):
-        dist.barrier()
-        start = time.perf_counter()
-        torch.autograd.grad(plan.attention(q, k, v), (q, k, v), dout)
-        seconds = time.perf_counter() - start
-    return seconds
+    return second_run(plan, HEADS, HEAD_SIZE)
 
 
 def taken(ring_rank: int, tokens: int, links: Links) -> str:

@@ -10,7 +10,6 @@ time over R is compared. Forward + backward, in turn in one run.
 from __future__ import annotations
 
 import argparse
-import time
 from statistics import median
 
 import torch
@@ -18,7 +17,7 @@ from torch import distributed as dist
 
 from ringspun import Causal, Zigzag
 from ringspun.testing.pool import RankPool
-from ringspun.testing.timing import paired_ratio, threads_per_rank
+from ringspun.testing.timing import paired_ratio, second_run, threads_per_rank
 from ringspun.torch import ContextParallel, Loopback
 
 HEADS, HEAD_SIZE = 4, 64
@@ -29,16 +28,7 @@ def timed(ring_rank: int, tokens: int, dtype: str, free: bool) -> float:
     ranks = dist.get_world_size()
     torch.set_num_threads(threads_per_rank(ranks))
     plan = ContextParallel(Loopback(ranks) if free else None, layout=Zigzag()).plan(ranks * tokens, Causal())
-    rows = plan.partition.local_tokens
-    q, k, v, dout = (torch.randn(1, HEADS, rows, HEAD_SIZE).to(getattr(torch, dtype)) for _ in range(4))
-    for x in (q, k, v):
-        x.requires_grad_()
-    for _ in range(2):
-        dist.barrier()
-        start = time.perf_counter()
-        torch.autograd.grad(plan.attention(q, k, v), (q, k, v), dout)
-        seconds = time.perf_counter() - start
-    return seconds / ranks if free else seconds
+    return second_run(plan, HEADS, HEAD_SIZE, dtype) / (ranks if free else 1)
 
 
 def main() -> None:

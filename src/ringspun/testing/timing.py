@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspun.core.host import cores
-from ringspun.core.layout import Layout
+from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Causal, Full, Mask
 from ringspun.core.route import Ring, Route
 from ringspun.torch import ContextParallel, Loopback, Plan
@@ -64,6 +64,13 @@ def plan_on_rank(work: Work) -> Plan:
         layout=work.layout, checks=work.checks, route=work.route, backward=work.backward, ulysses=work.ulysses
     )
     return context.plan(work.seq_len, work.mask)
+
+
+def second_run(plan: Plan, heads: int, head_size: int, dtype: str = "float32") -> float:
+    """On every rank of the default group: seconds of a plan's second forward + backward, all starting together."""
+    work = Work(1, 0, heads, heads, head_size, dtype, Causal(), Contiguous())  # as far as its tensors go
+    tensors = _tensors(work, plan.partition.local_tokens, seed=0)
+    return [_once(plan, *tensors, barrier=True) for _ in range(2)][1]
 
 
 def peak_on_rank(ring_rank: int, work: Work) -> int:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ringspun.core.host import is_integer
 from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
 from ringspun.core.route import Route
@@ -268,19 +269,24 @@ class Plan:
         Local: nothing is computed or sent. ``print(plan.explain(q, k, v))``.
 
         Args:
-            ring_rank: whose part; default this process's (a loopback's first). Others as in `attention`.
+            ring_rank: whose part; default this process's (a loopback's first); where heads are split, a rank of the
+                whole context, whose ring and exchanges are told. Others as in `attention`.
         """
         asked = Asked(scale, softcap, sinks, bias, kernel)
         q, k, v = inputs.autocast(q, k, v)
         _, _, call = self._checked(q, k, v, asked)
-        chosen = self.schedule.ring_rank if ring_rank is None else ring_rank
-        if not isinstance(chosen, int) or not 0 <= chosen < self._context.ring_size:
-            raise PlanError(f"ring_rank must be from 0 to {self._context.ring_size - 1}; got {ring_rank}.")
+        rank, size = self._context.rank if ring_rank is None else ring_rank, self._context.size
+        if not is_integer(rank) or not 0 <= rank < size:
+            raise PlanError(f"ring_rank must be from 0 to {size - 1}; got {ring_rank!r}.")
+        return self._explained(q, k, v, asked, call, int(rank))
+
+    def _explained(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, call: Call, rank: int) -> Explanation:
+        """`explain`, its arguments checked."""
         speeds = getattr(self._sides.queries.layout, "speeds", None)
         pieces = self._context.pieces
         blocks = words_of_blocks(self.schedule, None if pieces is None else pieces.why(self._route, self._sides))
         asked_of_all = self._everybody, speeds, wire_of(q, k, v)
-        return explain(self._words, chosen, *asked_of_all, call, kernel, self._context.backward, blocks)
+        return explain(self._words, rank, *asked_of_all, call, asked.kernel, self._context.backward, blocks)
 
     @property
     def _words(self) -> str:

@@ -16,18 +16,16 @@ from torch import Tensor
 
 from ringspun.core.accounting import exchanged
 from ringspun.core.degrees import HeadSplit
-from ringspun.core.host import is_integer
 from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule
-from ringspun.errors import PlanError
 from ringspun.torch import inputs
-from ringspun.torch.bias import Bias, of_heads
+from ringspun.torch.bias import of_heads
 from ringspun.torch.exchange import Exchange, Kind, held
 from ringspun.torch.execution import described, wire_of
 from ringspun.torch.explain import Explanation
-from ringspun.torch.kernels import Kernel, choose
+from ringspun.torch.kernels import Call, choose
 from ringspun.torch.ops import EXCHANGES
 from ringspun.torch.plan import Asked, Plan
 
@@ -107,30 +105,9 @@ class HybridPlan(Plan):
         shared = self._exchange_handle, list(self._columns), self._lengths
         return *of_each, [split.heads, split.kv_heads, split.degree], *shared, *asked
 
-    def explain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: Bias | None = None,
-        kernel: str | Kernel | None = None,
-        ring_rank: int | None = None,
-    ) -> Explanation:
-        """As `Plan.explain`, of the ring of a rank; and the bytes that it exchanges for heads.
-
-        Args:
-            ring_rank: rank of the group; default this process's.
-        """
-        degrees, asked = self._context.degrees, Asked(scale, softcap, sinks, bias, kernel)
-        rank = self._context.rank if ring_rank is None else ring_rank
-        if not is_integer(rank) or not 0 <= rank < degrees.size:
-            raise PlanError(f"ring_rank must be from 0 to {degrees.size - 1}; got {ring_rank!r}.")
-        q, k, v = inputs.autocast(q, k, v)
-        self._checked(q, k, v, asked)
+    def _explained(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, call: Call, rank: int) -> Explanation:
+        """Of the ring of a rank; and the bytes that it exchanges for heads."""
+        degrees = self._context.degrees
         split = HeadSplit(q.shape[1], k.shape[1], degrees.ulysses)
         place, mine = degrees.place(rank)
         plan = self._plans[0]
