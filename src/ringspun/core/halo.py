@@ -1,14 +1,14 @@
 """Halos: what a rank must borrow so that each of its tokens has the n before it, for short convolutions and shifts.
 
-9 tokens in documents of 7 and 2, zigzag on 2 ranks, n = 2; `.` is a row of zeros, brackets are what others send:
+8 tokens in documents of 5 and 3, zigzag on 2 ranks, n = 2. Dots are zeros, brackets what the other rank lends:
 
-    rank 0 holds 0 1 7 8        widened    . . 0 1 . . 7 8
-    rank 1 holds 2 3 4 5 6      widened    [0 1] 2 3 4 5 6
+    rank 0 holds 0 1 6 7    widened    .  .  0  1  . [5] 6  7
+    rank 1 holds 2 3 4 5    widened   [0][1] 2  3  4  .  .  5
 
-A rank's tokens are kept in the order of the sequence and grouped: between two tokens of one document lie the rows that
-are between them, but at most n; before the first token of a group n rows, zeros where the document has no more. So no row
-is there twice, and a striped rank, whose tokens lie R apart, has min(R, n + 1) rows for each. Padding is not kept: its
-tokens stand for a row of zeros.
+A rank's tokens stand there in the order of the sequence. Between two of one document lie the rows that lie between
+them, but at most n; before the first of a document n rows, zeros where the document has no more. So no row is there
+twice, and a striped rank, whose tokens are R apart, has min(R, n + 1) rows for each. Padding is not kept: it stands
+for a row of zeros.
 """
 
 from __future__ import annotations

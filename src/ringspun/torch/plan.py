@@ -77,6 +77,7 @@ class Plan:
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
             self._handle(options)
         self._companions = {name: make(self) for name, make in COMPANIONS.items()}
+        self._queries = Partition(context, sides.queries, self._row_documents)
 
     def companion(self, name: str) -> Any:
         """What the integration `name` made of this plan (`COMPANIONS`)."""
@@ -92,7 +93,7 @@ class Plan:
     @property
     def queries(self) -> Partition:
         """Who holds which query."""
-        return Partition(self._context, self._sides.queries, self._row_documents)
+        return self._queries
 
     @property
     def _row_documents(self) -> tuple[Documents | None, ...] | None:
