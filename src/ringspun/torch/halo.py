@@ -203,7 +203,7 @@ def widened(part: Partition, x: Tensor, before: int, dim: int) -> Halo:
     """See `ringspun.torch.Partition.halo`."""
     try:
         ready = _ready(part, before)
-        dim = _checked(part, x, dim)
+        dim = _checked(part, ready.tokens, x, dim)
     except RingspunError as failure:
         tell(part, failure)
         raise
@@ -245,9 +245,9 @@ def _ready(part: Partition, before: int) -> Ready:
     return part.halos[int(before)]
 
 
-def _checked(part: Partition, x: Tensor, dim: int) -> int:
+def _checked(part: Partition, tokens: int, x: Tensor, dim: int) -> int:
     """`dim` counted from 0; raises unless `x` holds this process's rows there."""
-    where, tokens, movable = f"(ring rank {part.context.rank})", part.local_tokens, part.context.driver.devices
+    where, movable = f"(ring rank {part.context.rank})", part.context.driver.devices
     if type(x).__name__ == "DTensor":
         raise DtypeError(f"x must be a plain tensor {where}; got a DTensor. Pass its `.to_local()`.")
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
