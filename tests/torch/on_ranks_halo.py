@@ -80,8 +80,11 @@ def _alone(x: Tensor, weight: Tensor) -> Tensor:
 
 def in_trouble(rank: int, trouble: str, at: int) -> tuple[str, str, float]:
     """A call in which rank `at` alone asks for something else; on a group of its own. What came of it, and when (s)."""
-    part = ContextParallel(dist.new_group(), timeout_s=PATIENCE_S).partition(12)
+    later = trouble == "tokens later"
+    part = ContextParallel(dist.new_group(), timeout_s=2 if later else PATIENCE_S).partition(12)
+    if later:
+        part.halo(torch.zeros(1, 4, 2), before=1)
     odd, start = rank == at, time.monotonic()
-    tokens, channels = 5 if odd and trouble == "tokens" else 4, 3 if odd and trouble == "channels" else 2
+    tokens, channels = 5 if odd and trouble.startswith("tokens") else 4, 3 if odd and trouble == "channels" else 2
     before = {"before": 2, "number": -1}.get(trouble, 1) if odd else 1
     return *caught(lambda: part.halo(torch.zeros(1, tokens, channels), before=before)), time.monotonic() - start

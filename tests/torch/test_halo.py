@@ -243,11 +243,13 @@ def test_between_processes_it_equals_one_process(pools):
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("trouble, own, words", [
     ("tokens", "ShapeError", "x must hold 4 tokens"),
+    ("tokens later", "ShapeError", "x must hold 4 tokens"),
     ("before", "PlanMismatchError", "before is"),
     ("channels", "PlanMismatchError", "other sizes is"),
     ("number", "PlanError", "must be an integer"),
 ])  # fmt: skip
-def test_a_rank_that_asks_for_something_else_is_told_of_at_once(pools, trouble, own, words, at):
+def test_all_hear_of_a_rank_that_asks_for_something_else(pools, trouble, own, words, at):
+    """At once; within the timeout, here 2 s, where the others need no agreement any more."""
     for rank, (kind, message, seconds) in enumerate(pools(3).run(in_trouble, trouble, at)):
         assert kind == (own if rank == at or own == "PlanMismatchError" else "PeerError")
         assert words in message and seconds < 5
