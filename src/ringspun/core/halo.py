@@ -75,7 +75,7 @@ def halos(part: Partition, before: int, ring_ranks: tuple[int, ...]) -> tuple[Ha
     taker, fills = held.rank[which], wide[which] - held.start[which] + borrowed
     found = []
     for rank in ring_ranks:
-        taken, given = taker == rank, owner == rank
+        taken, given = np.flatnonzero(taker == rank), np.flatnonzero(owner == rank)
         mine = held.rank == rank
         stretch, local = expand(held.row[mine], (held.row + lengths)[mine])
         tokens, width = int(part.tokens[rank]), int(of_rank[rank])
@@ -87,11 +87,15 @@ def halos(part: Partition, before: int, ring_ranks: tuple[int, ...]) -> tuple[Ha
                 width + (before + 1) * bare,
                 rows,
                 np.sort(local),
-                {int(peer): row[given & (taker == peer)] for peer in np.unique(taker[given])},
-                {int(peer): fills[taken & (owner == peer)] for peer in np.unique(owner[taken])},
+                _by_peer(taker[given], row[given]),
+                _by_peer(owner[taken], fills[taken]),
             )
         )
     return tuple(found)
+
+
+def _by_peer(peers: Integers, rows: Integers) -> dict[int, Integers]:
+    return {int(peer): rows[peers == peer] for peer in np.unique(peers)}
 
 
 def _stretches(part: Partition) -> _Stretches:
