@@ -81,7 +81,7 @@ def _alone(x: Tensor, weight: Tensor) -> Tensor:
 def in_trouble(rank: int, trouble: str, at: int) -> tuple[str, str, float]:
     """A call in which rank `at` alone asks for something else; on a group of its own. What came of it, and when (s)."""
     later = trouble == "tokens later"
-    part = ContextParallel(dist.new_group(), timeout_s=2 if later else PATIENCE_S).partition(12)
+    part = ContextParallel(dist.new_group(), layout=Striped(), timeout_s=2 if later else PATIENCE_S).partition(12)
     if later:
         part.halo(torch.zeros(1, 4, 2), before=1)
     odd, start = rank == at, time.monotonic()

@@ -95,18 +95,17 @@ def halos(part: Partition, before: int, ring_ranks: tuple[int, ...]) -> tuple[Ha
 
 
 def _by_peer(peers: Integers, rows: Integers) -> dict[int, Integers]:
-    return {int(peer): rows[peers == peer] for peer in np.unique(peers)}
+    return {int(peer): rows[peers == peer] for peer in np.flatnonzero(np.bincount(peers))}
 
 
 def _stretches(part: Partition) -> _Stretches:
     runs, documents = part.runs, part.documents
     if (runs[:, STEP] == 1).all():
-        edges = np.append(runs[:, [START, STOP]], [0, part.seq_len])
+        ends = () if documents is None else documents.table()
+        edges = np.unique(np.concatenate([runs[:, START], runs[:, STOP], [0, part.seq_len], np.ravel(ends)]))
+        edges = edges.astype(np.int64)
     else:
         edges = np.arange(part.seq_len + 1)
-    if documents is not None:
-        edges = np.append(edges, documents.table())
-    edges = np.unique(edges)
     start, stop, begin = edges[:-1], edges[1:], np.zeros(max(0, len(edges) - 1), np.int64)
     if documents is not None:
         number = documents.index(start)

@@ -65,6 +65,7 @@ class Plan:
     ) -> None:
         self._context, self._sides, self._mask, self.schedules = context, sides, mask, schedules
         self._route = route
+        self._queries = Partition(context, sides.queries, self._row_documents)
         here = context.driver.ring_ranks
         self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
         number = context.number.to_bytes(8, "little")
@@ -77,7 +78,6 @@ class Plan:
         for options in (Options(), *context.options):  # here, for a traced call cannot change the registry
             self._handle(options)
         self._companions = {name: make(self) for name, make in COMPANIONS.items()}
-        self._queries = Partition(context, sides.queries, self._row_documents)
 
     def companion(self, name: str) -> Any:
         """What the integration `name` made of this plan (`COMPANIONS`)."""
