@@ -20,6 +20,7 @@ from ringspun.torch.kernels.base import Terms, accumulator_dtype
 from ringspun.torch.recent import Recent
 
 if TYPE_CHECKING:
+    from ringspun.torch import halo
     from ringspun.torch.exchange import Exchange
 
 KEPT_PER_CONTEXT = 1024
@@ -124,6 +125,7 @@ class Registry(Generic[H]):
 
 REGISTRY: Registry[Executable] = Registry()
 EXCHANGES: Registry[Exchange] = Registry()
+HALOS: Registry[halo.Exchange] = Registry()
 
 
 @torch.library.custom_op("ringspun::attention", mutates_args=())

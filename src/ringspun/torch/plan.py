@@ -65,6 +65,7 @@ class Plan:
     ) -> None:
         self._context, self._sides, self._mask, self.schedules = context, sides, mask, schedules
         self._route = route
+        self._queries = Partition(context, sides.queries, self._row_documents)
         here = context.driver.ring_ranks
         self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
         number = context.number.to_bytes(8, "little")
@@ -92,7 +93,7 @@ class Plan:
     @property
     def queries(self) -> Partition:
         """Who holds which query."""
-        return Partition(self._context, self._sides.queries, self._row_documents)
+        return self._queries
 
     @property
     def _row_documents(self) -> tuple[Documents | None, ...] | None:
