@@ -182,7 +182,7 @@ def _have_run(model: nn.Module, layer: nn.Module, run: _Run) -> Callable[[], Non
             del mine.gradient_checkpointing, mine._gradient_checkpointing_func
 
         return put_back
-    wrapped = checkpoint_wrapper(layer, checkpoint_fn=run)  # type: ignore[no-untyped-call]
+    wrapped = checkpoint_wrapper(layer, checkpoint_fn=run)
     places = list(_places(model, layer))
     if not places:
         raise ConfigError(f"layers must be inside the model; {type(layer).__name__} is not. Give modules of its own.")
