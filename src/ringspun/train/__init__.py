@@ -19,6 +19,7 @@
     mean.py           what the mean is over: targets of ring, replicas and micro-batches
     metrics.py        accuracy, entropy, perplexity over exactly the loss tokens
     gradients.py      the factor of DDP and FSDP; norm and clipping over meshes
+    recompute.py      activation checkpointing by policy: what is kept of a layer, what runs again
     mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
     loop.py           the training loop
     checkpointing.py  checkpoints written whole or not at all

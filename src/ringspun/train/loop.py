@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from ringspun.torch import ContextParallel
 
 # A resumed run may change these; everything else must be as it was.
-_MAY_CHANGE = {"ranks", "layout", "steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "output"}
+_MAY_CHANGE = {
+    *("ranks", "layout", "checkpointing", "kept_hops"),
+    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "output"),
+}
 
 
 @dataclass(frozen=True)

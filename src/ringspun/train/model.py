@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ringspun import Causal
+from ringspun.core.route import Ring, Route
 from ringspun.integrations import transformers as hf
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import END_OF_DOCUMENT, VOCAB_SIZE, PackedSequence
 from ringspun.train.loss import chunked_token_loss
+from ringspun.train.recompute import apply_checkpointing
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel, Plan
@@ -30,7 +32,18 @@ def build_model(config: TrainConfig, *, on_ring: bool = True) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = cast(nn.Module, LlamaForCausalLM(_llama_config(config))).float()
-    return hf.prepare(model) if on_ring else model
+    return _checkpointed(hf.prepare(model), config) if on_ring else model
+
+
+def route_of(config: TrainConfig) -> Route:
+    """The ring's route: whose forward leaves to backward what the config says."""
+    return Ring(kept_hops=config.kept_hops or None)
+
+
+def _checkpointed(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """Its layers as the config says; how many blocks a ring keeps is said by its route."""
+    apply_checkpointing(model, "attention" if config.checkpointing == "ring_step" else config.checkpointing)
+    return model
 
 
 def _llama_config(config: TrainConfig) -> Any:
