@@ -23,6 +23,7 @@ PAGES = [
     (DOCS / "positions.md", 30),
     (DOCS / "context-schedule.md", 12),
     (DOCS / "loss.md", 35),
+    (DOCS / "training-memory.md", 33),
     (DOCS / "hybrid.md", 14),
     (DOCS / "planner.md", 34),
 ]  # and how many examples at least

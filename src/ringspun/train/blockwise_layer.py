@@ -13,7 +13,7 @@ Source: Liu and Abbeel 2023 (arXiv 2305.19370), algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -51,7 +51,7 @@ class BlockwiseTransformerLayer(nn.Module):
         hidden_size: C. heads, kv_heads, head_size: H, K (default H), D (default C / H).
         feed_forward: any token-wise module from C to C; default `GatedFeedForward` of 4 C.
         norm: "pre" normalises what goes into attention and feed-forward, "post" the sums with the residual.
-        block_size: tokens of a block.
+        block_size: tokens of a block; None: all at once, everything kept.
     Raises:
         ShapeError: heads that do not divide.
     """
@@ -65,7 +65,7 @@ class BlockwiseTransformerLayer(nn.Module):
         head_size: int | None = None,
         feed_forward: nn.Module | None = None,
         norm: Literal["pre", "post"] = "pre",
-        block_size: int = 512,
+        block_size: int | None = 512,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -100,9 +100,13 @@ class BlockwiseTransformerLayer(nn.Module):
             rotation: cosines and sines of these tokens, ``[T, F]`` or ``[B, T, F]``, as `cos_sin` makes them.
         """
         given = tuple(y.expand(1, *y.shape[-2:]) if y.ndim == 2 else y for y in rotation or ())
-        q, k, v = blockwise(self._before, (x, *given), self.block_size)
+        q, k, v = self._over_blocks(self._before, x, *given)
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return blockwise(self._after, (x, out.transpose(1, 2)), self.block_size)
+        after: Tensor = self._over_blocks(self._after, x, out.transpose(1, 2))
+        return after
+
+    def _over_blocks(self, fn: Callable[..., Any], *inputs: Tensor) -> Any:
+        return fn(*inputs) if self.block_size is None else blockwise(fn, inputs, self.block_size)
 
     def _before(self, x: Tensor, *rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[B, T, heads, D]``, rotated."""
