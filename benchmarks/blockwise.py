@@ -22,7 +22,7 @@ from ringspun.train.blockwise import blockwise
 from ringspun.train.blockwise_layer import BlockwiseTransformerLayer, GatedFeedForward
 from ringspun.train.chunked_loss import Head, Terms, linear_cross_entropy
 
-PAIRS, WIDTH, TOKENS, BLOCK, VOCAB = 9, 512, 4096, 512, 16384
+PAIRS, WIDTH, TOKENS, BLOCK, VOCAB = 9, 512, 2048, 512, 16384
 Run = Callable[[], Tensor]
 
 

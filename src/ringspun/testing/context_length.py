@@ -158,22 +158,20 @@ def longest(bytes_of: Callable[[int], int], budget_bytes: int, *, start: int) ->
             return max(fits), known[max(fits)], len(known)
         if not fits and guess < 16:
             raise ConfigError(f"budget must hold a sequence of 16 tokens; it needs {known[guess] / MIB:.1f} MiB.")
-        guess = _next(known, budget_bytes, max(fits, default=None), min(beyond, default=None))
+        guess = _next(known, budget_bytes, max(fits, default=0), min(beyond, default=0))
 
 
-def _next(known: dict[int, int], budget: int, fits: int | None, beyond: int | None) -> int:
-    """Where a line through the two nearest lengths meets the budget, a little to the side that is not known yet."""
-    if len(known) == 1:
-        (only,) = known
-        return 2 * only if fits is not None else max(1, only // 2)
-    a, b = sorted(known, key=lambda n: abs(known[n] - budget))[:2]
-    at = a + (b - a) * (budget - known[a]) / (known[b] - known[a])
-    if fits is not None and beyond is not None:
-        margin = 0.4 * CLOSE * fits
-        low, high = fits + max(1.0, margin), beyond - max(1.0, margin)
-        at = at + margin if at - fits < beyond - at else at - margin
-        return round(min(max(at, low), max(low, high))) if beyond - fits > 2 else fits + 1
-    return round(min(at * (1 + CLOSE / 2), 8 * (fits or at))) if beyond is None else max(1, round(at * (1 - CLOSE / 2)))
+def _next(known: dict[int, int], budget: int, fits: int, beyond: int) -> int:
+    """The length to try between the longest that fits and the shortest that does not; 0: not known yet."""
+    if not beyond:
+        return max(fits + 1, min(8 * fits, round((1 + CLOSE / 2) * fits * budget / known[fits])))
+    if not fits:
+        return max(1, min(beyond - 1, round((1 - CLOSE / 2) * beyond * budget / known[beyond])))
+    if len(known) % 3 == 2:  # a line alone creeps where bytes grow as a square
+        return (fits + beyond) // 2
+    line = fits + (beyond - fits) * (budget - known[fits]) / (known[beyond] - known[fits])
+    aside = 0.4 * CLOSE * fits * (1 if len(known) % 3 else -1)  # a little to either side: it closes the gap
+    return min(max(round(line + aside), fits + 1), beyond - 1)
 
 
 def compare(shape: Shape, budget_bytes: int, rings: list[int], said: Callable[[str], None]) -> list[Longest]:
