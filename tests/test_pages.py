@@ -26,7 +26,7 @@ PAGES = [
     (DOCS / "halo.md", 23),
     (DOCS / "hybrid.md", 14),
     (DOCS / "planner.md", 34),
-    (DOCS / "training-memory.md", 10),
+    (DOCS / "training-memory.md", 43),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

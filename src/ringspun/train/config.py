@@ -101,6 +101,13 @@ class TrainConfig(Section):
         description='Hops of the ring whose keys and values are kept; at least 1 with `checkpointing = "ring_step"`, '
         "else 0. `ranks` - 1 are all.",
     )
+    feed_forward_block: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens whose feed-forward activations are alive at once; backward computes them again. "
+        "Default: all of a rank's, kept.",
+    )
+    loss_chunk: int = Field(default=1024, gt=0, description="Tokens whose logits are alive at once.")
     steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
     lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     final_lr: float = Field(
