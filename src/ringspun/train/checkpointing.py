@@ -7,6 +7,10 @@
       rng.safetensors         PyTorch's generator
       manifest.json           size and SHA-256 of every other file; written last
 
+One that all ranks wrote together (`sharded.py`) has shards/ instead of model.safetensors and the two others:
+
+      shards/                 weights, optimizer and generators, one file of each rank; see `shards.py`
+
 Everything is written into a hidden folder beside its place and flushed to the disk; then one rename makes it
 appear. A folder without a manifest that fits is damaged: it is named and skipped. One that may not be read is refused
 instead, for nothing is known to be wrong with it.
@@ -28,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +41,11 @@ from torch.optim import Optimizer
 from ringspun.errors import CheckpointError
 from ringspun.train.output import FULL
 
-_PARTIAL, _REPLACED, _TRASH = ".writing-", ".replaced-", ".removing-"
+PARTIAL, _REPLACED, _TRASH = ".writing-", ".replaced-", ".removing-"
 _NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step-([0-9]+)")
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _REQUIRED = (_STATE, "model/model.safetensors", "optimizer.safetensors", "rng.safetensors")
+SHARDS = "shards"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,35 @@ class Checkpoint:
         """The folder for `from_pretrained`."""
         return self.path / "model"
 
+    @property
+    def shards(self) -> Path | None:
+        """The folder of the ranks' pieces, where all ranks wrote it together."""
+        return self.path / SHARDS if (self.path / SHARDS).is_dir() else None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The tensors of a checkpoint, none of them cut over ranks.
+
+    Args:
+        model: its state dict; None: as the model holds it. optimizer: by parameter name and key.
+    """
+
+    model: dict[str, Tensor] | None
+    optimizer: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer, *, keep: bool = True) -> Self:
+        """Of a model and its optimizer. Collective where they are cut over ranks.
+
+        Args:
+            keep: False: only help to gather; what is returned is empty.
+        """
+        from ringspun.train.shards import is_cut, whole_model, whole_optimizer
+
+        weights = whole_model(model, keep=keep) if is_cut(model) else None
+        return cls(weights, whole_optimizer(model, optimizer, keep=keep))
+
 
 def save(
     folder: Path,
@@ -66,6 +100,7 @@ def save(
     state: dict[str, Any],
     keep: int = 2,
     before_publish: Callable[[int], None] | None = None,
+    whole: Whole | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` into `folder`, then removes those before it that are not among the newest
     `keep`.
@@ -80,6 +115,7 @@ def save(
             until their step is saved again.
         before_publish: called with `step` when all is written but nothing is visible yet; for tests of a
             crash there.
+        whole: the tensors of a model that is cut over ranks, gathered; see `Whole`.
 
     Returns:
         The checkpoint's folder.
@@ -87,13 +123,34 @@ def save(
     Raises:
         CheckpointError: it cannot be written (a full disk, say). What was there before stays as it was.
     """
+    whole = Whole.of(model, optimizer) if whole is None else whole
+    return publish(
+        folder,
+        step,
+        lambda partial: _write(partial, step, model, whole, state),
+        keep=keep,
+        before_publish=before_publish,
+    )
+
+
+def publish(
+    folder: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    before_publish: Callable[[int], None] | None = None,
+) -> Path:
+    """Makes what `write` writes into a folder of its own the checkpoint of `step`, whole or not at all; see `save`."""
     from safetensors import SafetensorError
 
     tidy(folder)
-    place, partial = folder / f"step-{step:06d}", folder / f"{_PARTIAL}step-{step:06d}"
+    place, partial = folder / f"step-{step:06d}", folder / f"{PARTIAL}step-{step:06d}"
     before = [path.name for path in _folders(folder) if _number(path) < step]
     try:
-        _write(partial, step, model, optimizer, state)
+        partial.mkdir(parents=True)
+        write(partial)
+        _write_manifest(partial)
         if before_publish is not None:
             before_publish(step)
         _publish(partial, place)
@@ -116,7 +173,7 @@ def tidy(folder: Path) -> None:
         CheckpointError: naming what cannot be removed.
     """
     with _removing(folder):
-        for prefix in (_PARTIAL, _TRASH):
+        for prefix in (PARTIAL, _TRASH):
             for path in folder.glob(f"{prefix}*"):
                 shutil.rmtree(path)
         for path in folder.glob(f"{_REPLACED}*"):
@@ -168,18 +225,25 @@ def latest(
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -> None:
-    """Puts weights, optimizer state and PyTorch's generator back, in place. The ring may have another size
-    now.
+    """Puts weights, optimizer state and PyTorch's generator back, in place. The ring may have another size now, and the
+    model may be cut over ranks otherwise, or not at all. Collective where shards are read.
 
     Raises:
         CheckpointError: the checkpoint's tensors cannot be read, or are not those of this model.
     """
+    from ringspun.train.shards import placed, read_shards
+
+    if checkpoint.shards is not None:
+        return read_shards(checkpoint.shards, model, optimizer)
+    mine = model.state_dict(keep_vars=True)
+    found = _load(checkpoint, "model/model.safetensors")
     try:
-        model.load_state_dict(_load(checkpoint, "model/model.safetensors"))
+        model.load_state_dict({name: placed(x, mine[name]) if name in mine else x for name, x in found.items()})
     except RuntimeError as problem:
         raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
     _restore_optimizer(checkpoint, model, optimizer, _load(checkpoint, "optimizer.safetensors"))
     torch.set_rng_state(_load(checkpoint, "rng.safetensors")["cpu"])
+    return None
 
 
 def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
@@ -197,15 +261,18 @@ def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
-def _write(partial: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _write(partial: Path, step: int, model: nn.Module, whole: Whole, state: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    partial.mkdir(parents=True)
-    _save_model(model, partial / "model")
-    save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
+    save_model(model, partial / "model", whole.model)
+    save_file(whole.optimizer, partial / "optimizer.safetensors")
     save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
+    write_state(partial, step, state)
+
+
+def write_state(partial: Path, step: int, state: dict[str, Any]) -> None:
+    """Writes the plain data of a checkpoint that is being written."""
     (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-    _write_manifest(partial)
 
 
 def _unwritten(place: Path, problem: Exception, before: list[str]) -> CheckpointError:
@@ -220,37 +287,34 @@ def _unwritten(place: Path, problem: Exception, before: list[str]) -> Checkpoint
     )
 
 
-def _save_model(model: nn.Module, path: Path) -> None:
-    """`save_pretrained` without its progress bar, which would tear ours apart."""
+def save_model(model: nn.Module, path: Path, state: dict[str, Tensor] | None = None) -> None:
+    """`save_pretrained` without its progress bar, which would tear ours apart.
+
+    Args:
+        state: the weights, where the model does not hold them whole.
+    """
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        cast(Any, model).save_pretrained(path)
+        cast(Any, model).save_pretrained(path, state_dict=state)
     finally:
         if shown:
             logging.enable_progress_bar()
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}/{key}": torch.as_tensor(value).contiguous()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
-
-
 def _restore_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> None:
+    from ringspun.train.shards import placed
+
     parameters = dict(model.named_parameters())
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:
             raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; it has no parameter {name!r}.")
-        optimizer.state[parameters[name]][key] = tensor
+        optimizer.state[parameters[name]][key] = placed(tensor, parameters[name])
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -309,7 +373,8 @@ def _manifest_fault(path: Path, entries: Any) -> str | None:
     if not isinstance(entries, dict):
         return f"its {_MANIFEST} is no list of files by name"
     found = [file.relative_to(path).as_posix() for file in _files(path)]
-    for name in (*_REQUIRED, *entries, *found):
+    shared = any(name.startswith(f"{SHARDS}/") for name in entries)
+    for name in (*((_STATE,) if shared else _REQUIRED), *entries, *found):
         if name not in entries:
             return f"{name} is not in its {_MANIFEST}"
         if not (path / name).is_file():

@@ -84,3 +84,19 @@ def shard_loss(model: nn.Module, shard: Shard) -> Tensor:
         input_ids=shard.input_ids, position_ids=shard.position_ids, **{hf.PLAN_KEYWORD: shard.plan}
     ).last_hidden_state
     return chunked_token_loss(hidden, llama.lm_head, shard.targets, total_targets=shard.total_targets)
+
+
+class SharedLoss(nn.Module):
+    """`shard_loss` of a model as a module: what DDP and FSDP2 wrap, for they act where the whole is called.
+
+    Args:
+        model: of `build_model`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, shard: Shard) -> Tensor:
+        """This rank's share of the mean loss."""
+        return shard_loss(self.model, shard)
