@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from training_runs import no_space_in_checkpoint_4, tiny_config
 
 from ringspun import Zigzag
+from ringspun.errors import CheckpointError
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train import loop
+from ringspun.train import checkpointing, loop
+from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.data import Corpus, Position, find_text
 from ringspun.train.loop import Hooks, Run, TrainState
 from ringspun.train.mesh import Mesh

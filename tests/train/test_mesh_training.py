@@ -138,7 +138,7 @@ def test_shards_are_read_without_a_pickle_and_exported(runs, tmp_path: Path, mon
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / str(on)))
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
-    with pytest.raises(CheckpointError, match="export must be a new folder; got .*, which is not empty"):
+    with pytest.raises(CheckpointError, match=r"export must be a new folder; got .*, which is not empty"):
         export(found, tmp_path / str(on))
 
 
