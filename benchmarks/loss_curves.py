@@ -85,9 +85,9 @@ def main() -> None:
     text = (
         "# Loss curves on meshes\n\n"
         f"    python benchmarks/loss_curves.py --steps {arguments.steps}\n\n"
-        f"torch {torch.__version__}, gloo, float32. A Llama of 2 layers, width 64, 4 heads (2 of keys), on the bytes of docs/: 2\n"
-        f"sequences of 256 tokens a step, AdamW, clipped at 1, {arguments.steps} steps. Differences are relative, from one\n"
-        "process, at the step where they are largest; seconds include the start of the ranks.\n\n"
+        f"torch {torch.__version__}, gloo, float32. A Llama of 2 layers, width 64, 4 heads (2 of keys), on the bytes of\n"
+        f"docs/: 2 sequences of 256 tokens a step, AdamW, clipped at 1, {arguments.steps} steps. Differences are relative,\n"
+        "from one process, at the step where they are largest; seconds include the start of the ranks.\n\n"
         f"{report(curves, seconds)}\n"
     )
     print(text)

@@ -41,7 +41,7 @@ def build(seed):
 
 def step(model, optimizer):
     part = cp.partition(seq_len=TOKENS)
-    mine = sequences[mesh.data_rank :: mesh.data_size]  # a loader: DistributedSampler(data, mesh.data_size, mesh.data_rank)
+    mine = sequences[mesh.data_rank :: mesh.data_size]  # as DistributedSampler(data, data_size, data_rank) does
     batch = part.shard_batch({"input_ids": mine, "labels": mine})
     total = mean.count([batch]).total  # the targets of all ranks
     share = model(**batch | {"num_items_in_batch": total}, ringspun_plan=plans(model, part, Causal())).loss

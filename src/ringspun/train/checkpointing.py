@@ -22,7 +22,6 @@ instead, for nothing is known to be wrong with it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -32,20 +31,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringspun.errors import CheckpointError
+from ringspun.train.manifests import MANIFEST, SHARDS, STATE, files, manifest_fault, write_manifest
 from ringspun.train.output import FULL
+
+if TYPE_CHECKING:
+    from ringspun.train.shards import Whole
 
 PARTIAL, _REPLACED, _TRASH = ".writing-", ".replaced-", ".removing-"
 _NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step-([0-9]+)")
-_MANIFEST, _STATE = "manifest.json", "state.json"
-_REQUIRED = (_STATE, "model/model.safetensors", "optimizer.safetensors", "rng.safetensors")
-SHARDS = "shards"
 
 
 @dataclass(frozen=True)
@@ -65,30 +65,6 @@ class Checkpoint:
     def shards(self) -> Path | None:
         """The folder of the ranks' pieces, where all ranks wrote it together."""
         return self.path / SHARDS if (self.path / SHARDS).is_dir() else None
-
-
-@dataclass(frozen=True)
-class Whole:
-    """The tensors of a checkpoint, none of them cut over ranks.
-
-    Args:
-        model: its state dict; None: as the model holds it. optimizer: by parameter name and key.
-    """
-
-    model: dict[str, Tensor] | None
-    optimizer: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: Optimizer, *, keep: bool = True) -> Self:
-        """Of a model and its optimizer. Collective where they are cut over ranks.
-
-        Args:
-            keep: False: only help to gather; what is returned is empty.
-        """
-        from ringspun.train.shards import is_cut, whole_model, whole_optimizer
-
-        weights = whole_model(model, keep=keep) if is_cut(model) else None
-        return cls(weights, whole_optimizer(model, optimizer, keep=keep))
 
 
 def save(
@@ -123,11 +99,13 @@ def save(
     Raises:
         CheckpointError: it cannot be written (a full disk, say). What was there before stays as it was.
     """
-    whole = Whole.of(model, optimizer) if whole is None else whole
+    from ringspun.train.shards import Whole
+
+    tensors = Whole.of(model, optimizer) if whole is None else whole
     return publish(
         folder,
         step,
-        lambda partial: _write(partial, step, model, whole, state),
+        lambda partial: _write(partial, step, model, tensors, state),
         keep=keep,
         before_publish=before_publish,
     )
@@ -150,7 +128,7 @@ def publish(
     try:
         partial.mkdir(parents=True)
         write(partial)
-        _write_manifest(partial)
+        write_manifest(partial)
         if before_publish is not None:
             before_publish(step)
         _publish(partial, place)
@@ -272,7 +250,7 @@ def _write(partial: Path, step: int, model: nn.Module, whole: Whole, state: dict
 
 def write_state(partial: Path, step: int, state: dict[str, Any]) -> None:
     """Writes the plain data of a checkpoint that is being written."""
-    (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+    (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
 
 
 def _unwritten(place: Path, problem: Exception, before: list[str]) -> CheckpointError:
@@ -342,70 +320,30 @@ def _unreadable(path: Path, problem: OSError) -> CheckpointError:
     )
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """All that is in a checkpoint but its folders and its manifest; links too, wherever they lead."""
-    found = (file for file in sorted(path.rglob("*")) if file.is_symlink() or not file.is_dir())
-    return (file for file in found if file != path / _MANIFEST)
-
-
-def _entry(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-def _write_manifest(path: Path) -> None:
-    entries = {file.relative_to(path).as_posix(): _entry(file) for file in _files(path)}
-    (path / _MANIFEST).write_text(json.dumps(entries, indent=1))
-
-
 def _fault(path: Path, needs: Mapping[str, type]) -> str | None:
     """What is wrong with a checkpoint, or None. PermissionError goes through: nothing is known to be wrong."""
     try:
-        entries = json.loads((path / _MANIFEST).read_bytes())
-        return _manifest_fault(path, entries) or _state_fault(_state(path), needs)
+        entries = json.loads((path / MANIFEST).read_bytes())
+        return manifest_fault(path, entries) or _state_fault(_state(path), needs)
     except PermissionError:
         raise
     except (OSError, ValueError, RecursionError) as problem:
-        return f"its {_MANIFEST} or {_STATE} cannot be read ({getattr(problem, 'strerror', None) or problem})"
-
-
-def _manifest_fault(path: Path, entries: Any) -> str | None:
-    if not isinstance(entries, dict):
-        return f"its {_MANIFEST} is no list of files by name"
-    found = [file.relative_to(path).as_posix() for file in _files(path)]
-    shared = any(name.startswith(f"{SHARDS}/") for name in entries)
-    for name in (*((_STATE,) if shared else _REQUIRED), *entries, *found):
-        if name not in entries:
-            return f"{name} is not in its {_MANIFEST}"
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if name not in found:
-            return f"{name}, in its {_MANIFEST}, is no file of it"
-    return next((fault for name in found if (fault := _file_fault(path / name, name, entries[name]))), None)
-
-
-def _file_fault(file: Path, name: str, entry: Any) -> str | None:
-    try:
-        return None if _entry(file) == entry else f"{name} is not what its {_MANIFEST} says"
-    except PermissionError:
-        raise
-    except OSError as problem:  # a bad sector, say
-        return f"{name} cannot be read ({problem.strerror or problem})"
+        return f"its {MANIFEST} or {STATE} cannot be read ({getattr(problem, 'strerror', None) or problem})"
 
 
 def _state_fault(state: Any, needs: Mapping[str, type]) -> str | None:
     if not isinstance(state, dict):
-        return f"its {_STATE} is no table"
+        return f"its {STATE} is no table"
     wrong = [name for name, kind in needs.items() if not isinstance(state.get(name), kind)]
-    return f"its {_STATE} has no {', '.join(wrong)} that can be used" if wrong else None
+    return f"its {STATE} has no {', '.join(wrong)} that can be used" if wrong else None
 
 
 def _state(path: Path) -> Any:
-    return json.loads((path / _STATE).read_bytes())
+    return json.loads((path / STATE).read_bytes())
 
 
 def _publish(partial: Path, place: Path) -> None:
-    for file in [*_files(partial), partial / _MANIFEST]:
+    for file in [*files(partial), partial / MANIFEST]:
         _flush(file)
     for inside in [path for path in partial.rglob("*") if path.is_dir()]:
         _flush(inside)

@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 from ringspun.errors import CheckpointError
 from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
-from ringspun.train.checkpointing import Checkpoint, Whole
+from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.config import TrainConfig
 from ringspun.train.contents import differences, manifest
 from ringspun.train.data import ByteStream, Corpus, PackedSequence, Position
@@ -32,7 +32,7 @@ from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
 from ringspun.train.report import Report, StepRecord
 from ringspun.train.sharded import save_sharded
 from ringspun.train.sharding import SHARDED
-from ringspun.train.shards import is_cut
+from ringspun.train.shards import Whole, is_cut
 from ringspun.train.wrapping import wrap
 
 if TYPE_CHECKING:

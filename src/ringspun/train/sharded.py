@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ringspun.errors import CheckpointError
-from ringspun.train.checkpointing import PARTIAL, SHARDS, publish, write_state
+from ringspun.train.checkpointing import PARTIAL, publish, write_state
+from ringspun.train.manifests import SHARDS
 from ringspun.train.mesh import Mesh
 from ringspun.train.shards import write_shards
 

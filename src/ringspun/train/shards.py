@@ -12,8 +12,9 @@ file's header, as JSON. (What DCP's ranks send each other while they plan are pi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,28 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer, *, keep: bool = True
         if keep:
             found[f"{name}/{key}"] = whole.contiguous()
     return found
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The tensors of a checkpoint, none of them cut over ranks.
+
+    Args:
+        model: its state dict; None: as the model holds it. optimizer: by parameter name and key.
+    """
+
+    model: dict[str, Tensor] | None
+    optimizer: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer, *, keep: bool = True) -> Self:
+        """Of a model and its optimizer. Collective where they are cut over ranks.
+
+        Args:
+            keep: False: only help to gather; what is returned is empty.
+        """
+        weights = whole_model(model, keep=keep) if is_cut(model) else None
+        return cls(weights, whole_optimizer(model, optimizer, keep=keep))
 
 
 def write_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
