@@ -30,6 +30,7 @@ from ringspun.train.shards import whole_model, whole_optimizer
 from ringspun.train.wrapping import wrap
 
 BATCH = 4
+CLIP_NORM = 1.8  # between the norms of the steps
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class On:
             "shard": self.shard,
             "checkpoints": self.checkpoints,
             "batch_size": BATCH,
+            "clip_norm": CLIP_NORM,
         }
 
     def __str__(self) -> str:
@@ -82,7 +84,9 @@ def run_on(on: On, folder: Path, *, hooks: Hooks | None = None, **changes: Any) 
 
 def run_alone(folder: Path, corpus: Corpus, **changes: Any) -> Run:
     """The same of one process, in whose ring is nobody else."""
-    return Run(tiny_config(folder, batch_size=BATCH, **changes), corpus, ContextParallel(Loopback(1)))
+    return Run(
+        tiny_config(folder, batch_size=BATCH, clip_norm=CLIP_NORM, **changes), corpus, ContextParallel(Loopback(1))
+    )
 
 
 def told_of(state: TrainState) -> Told:
@@ -110,7 +114,7 @@ def trained(run: Run) -> Told:
 
 
 def train_on(rank: int, on: On, folder: Path, changes: dict[str, Any]) -> Told:
-    torch.manual_seed(rank + 1)
+    torch.manual_seed(1 + (rank if changes.get("name") and on.checkpoints == "sharded" else 0))
     return trained(run_on(on, folder, **changes))
 
 
@@ -136,7 +140,7 @@ def stop_in_step_4(step: int, model: torch.nn.Module) -> None:
 
 def stopped_on(rank: int, on: On, folder: Path) -> list[str]:
     """A run that ends in its fourth step, by no fault of a rank."""
-    torch.manual_seed(rank + 1)
+    torch.manual_seed(1 + (rank if on.checkpoints == "sharded" else 0))
     try:
         trained(run_on(on, folder, name="run", hooks=Hooks(stop_in_step_4), steps=4, checkpoint_every=2))
     except Stop:
@@ -214,3 +218,10 @@ def digest_of_tied(checkpoint: Checkpoint) -> tuple[str, str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     checkpointing.restore(checkpoint, model=model, optimizer=optimizer)
     return tensors_digest(model.state_dict()), tensors_digest(whole_optimizer(model, optimizer))
+
+
+def parts(rank: int, sizes: dict[str, int]) -> dict[str, list[int]]:
+    """World ranks of each part of a mesh."""
+    mesh = make_mesh(**sizes)
+    found = {name: getattr(mesh, name).mesh.flatten().tolist() for name in ("data", "context", "fsdp", "hsdp")}
+    return found | {"data_rank": [mesh.data_rank, mesh.data_size]}

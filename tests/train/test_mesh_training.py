@@ -30,9 +30,8 @@ MESHES = {
         On((1, 2, 2, 1), "fsdp"),
         On((1, 1, 2, 2), "fsdp", "sharded"),
         On((2, 1, 2, 1), "hsdp", "sharded"),
-        On((1, 1, 4, 1), "ddp"),
     ],
-    2: [On((1, 1, 2, 1), "fsdp", "sharded"), On((2, 1, 1, 1), "ddp")],
+    2: [On((1, 1, 2, 1), "fsdp", "sharded")],
 }
 LOADERS = {4: [On((1, 4, 1, 1), "fsdp"), On((1, 1, 4, 1), "none")], 2: [On((1, 1, 2, 1), "fsdp")]}
 
@@ -42,6 +41,7 @@ def runs(tmp_path_factory, pools) -> tuple[Path, dict[str, mr.Told]]:
     """A folder with the same run on each mesh, and what rank 0 told of it; and of one process."""
     folder = tmp_path_factory.mktemp("meshes")
     corpus = write_text(folder / "text")
+    torch.manual_seed(1)
     alone = mr.trained(mr.run_alone(folder / "alone", corpus, steps=STEPS, checkpoint_every=0))
     told = {"alone": alone}
     for ranks, meshes in MESHES.items():
@@ -56,7 +56,7 @@ def test_every_mesh_has_the_losses_of_one_process(runs) -> None:
     """A gradient scaled by a wrong number shows in the norms, which clipping reads, before it shows in the loss."""
     _, told = runs
     expected = told["alone"]
-    assert expected.losses[-1] < expected.losses[0] and min(expected.norms) < 1 < max(expected.norms)
+    assert expected.losses[-1] < expected.losses[0] and min(expected.norms) < mr.CLIP_NORM < max(expected.norms)
     for name, one in told.items():
         assert one.losses == pytest.approx(expected.losses, rel=1e-5), name
         assert one.norms == pytest.approx(expected.norms, rel=1e-4), name

@@ -12,6 +12,7 @@ file's header, as JSON. (What DCP's ranks send each other while they plan are pi
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -135,7 +136,9 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
             saved = sum(name.startswith("rng/") for name in stored)
             name = f"rng/{_rank() % saved}"
             targets[name] = generator = torch.empty(stored[name].size, dtype=torch.uint8)
-        load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
+            load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, KeyError, ValueError, ZeroDivisionError) as problem:
         reason = _first(problem) if isinstance(problem, CheckpointException) else problem
         raise CheckpointError(f"shards in {folder} must be readable; {reason}") from None
