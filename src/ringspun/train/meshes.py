@@ -116,7 +116,8 @@ def nearest_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
         changed = [mine != other for mine, other in zip(found, wanted, strict=True)]
         return sum(changed), round(sum(factors), 9), tuple(i for i, one in enumerate(changed) if one)
 
-    return dict(zip(sizes, min(legal, key=distance), strict=True))
+    best: tuple[int, ...] = min(legal, key=distance)
+    return dict(zip(sizes, best, strict=True))
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

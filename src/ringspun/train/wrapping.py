@@ -46,8 +46,8 @@ def wrap(
     if shard == "none":
         return model
     if shard == "ddp":
-        # Else DDP deals parameters to other buckets after its first step, sums come out otherwise by rounding, and a run
-        # that was interrupted differs from one that was not.
+        # Else DDP deals parameters to other buckets after its first step: sums come out otherwise by rounding, and a
+        # run that was interrupted differs from one that was not.
         return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
