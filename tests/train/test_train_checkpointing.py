@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from training_runs import tiny_config
 
 from ringspun.errors import CheckpointError
-from ringspun.train import checkpointing
 from ringspun.train.checkpointing import latest, restore, save
+from ringspun.train.manifests import write_manifest
 from ringspun.train.model import build_model
 from ringspun.train.output import move_aside
 
@@ -201,7 +201,7 @@ def test_tensors_that_cannot_be_read_are_refused(two: Path, tmp_path: Path, text
     """Whatever the manifest says of them."""
     shutil.copytree(two / "step-000002", tmp_path / "step-000002")
     (tmp_path / "step-000002" / "optimizer.safetensors").write_text(text)
-    checkpointing._write_manifest(tmp_path / "step-000002")
+    write_manifest(tmp_path / "step-000002")
     found = latest(tmp_path, warn=ignore)
     assert found is not None
     model, optimizer = model_and_optimizer()
@@ -239,7 +239,7 @@ def test_no_pickle_in_a_checkpoint_is_loaded(two: Path, tmp_path: Path) -> None:
             shutil.copytree(two / "step-000002", folder / "step-000002")
             (folder / "step-000002" / file).write_bytes(bomb)
             if file != "manifest.json":
-                checkpointing._write_manifest(folder / "step-000002")
+                write_manifest(folder / "step-000002")
             with suppress(CheckpointError):
                 found = latest(folder, warn=ignore)
                 assert found is not None
@@ -280,7 +280,7 @@ def test_odd_but_parseable_checkpoint_is_named_and_skipped(tmp_path: Path, file:
     write(tmp_path, 2)
     (tmp_path / "step-000002" / file).write_text(text)
     if file == "state.json":  # with a manifest that fits
-        checkpointing._write_manifest(tmp_path / "step-000002")
+        write_manifest(tmp_path / "step-000002")
     warnings: list[str] = []
     found = latest(tmp_path, warn=warnings.append, needs={"position": int})
     assert found is not None and found.step == 1

@@ -15,6 +15,7 @@ from ringspun import Zigzag
 from ringspun.errors import CheckpointError, DataError, NonFiniteError
 from ringspun.train.contents import manifest
 from ringspun.train.data import find_text
+from ringspun.train.gradient import FlatGradient
 from ringspun.train.log import Log
 from ringspun.train.loop import Hooks, Run, TrainState, learning_rate, train
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
@@ -268,8 +269,8 @@ def test_ranks_with_other_data_are_named() -> None:
     mesh = TwoRanks()
     object.__setattr__(mesh, "other", (1.0, 1.0, 77.0))
     with pytest.raises(DataError, match="at step 9, rank 1 differs from rank 0"):
-        check_step(mesh, step=9, loss=1.0, gradient=torch.ones(2), data_digest=76)
-    assert check_step(mesh, step=9, loss=0.5, gradient=torch.ones(2), data_digest=77) == 1.5
+        check_step(mesh, step=9, loss=1.0, finite=True, data_digest=76)
+    assert check_step(mesh, step=9, loss=0.5, finite=True, data_digest=77) == 1.5
 
 
 def test_sum_that_overflows_is_named() -> None:
@@ -279,5 +280,5 @@ def test_sum_that_overflows_is_named() -> None:
 
 def test_state_begins_at_the_start() -> None:
     model = build_model(tiny_config(Path("unused")), on_ring=False)
-    state = TrainState(model, torch.optim.SGD(model.parameters()), torch.zeros(1))
+    state = TrainState(model, model, torch.optim.SGD(model.parameters()), FlatGradient(model))
     assert state.step == 0 and state.position.as_dict() == {"epoch": 0, "document": 0, "offset": 0}

@@ -27,6 +27,9 @@ def train(
             help="Go on from the last checkpoint, if any; or move the old output aside and begin anew.",
         ),
     ] = True,
+    export: Annotated[
+        Path | None, typer.Option(help="At the end, write the model into this new folder, for from_pretrained.")
+    ] = None,
     prove: Annotated[
         bool,
         typer.Option("--prove", help="At the end, compare the ring with one process: loss, gradients, memory."),
@@ -40,7 +43,7 @@ def train(
     from ringspun.errors import RingspunError
 
     try:
-        _train(config, data, ranks=ranks, output=output, fresh=not resume, prove=prove)
+        _train(config, data, ranks=ranks, output=output, fresh=not resume, prove=prove, export=export)
     except RingspunError as problem:
         typer.echo(f"ringspun train: {problem}", err=True)
         raise typer.Exit(1) from problem
@@ -54,19 +57,36 @@ def train(
         raise typer.Exit(130) from None
 
 
-def _train(config: Path, data: Path, *, ranks: int | None, output: str | None, fresh: bool, prove: bool) -> None:
+def _train(
+    config: Path,
+    data: Path,
+    *,
+    ranks: int | None,
+    output: str | None,
+    fresh: bool,
+    prove: bool,
+    export: Path | None,
+) -> None:
     _require("torch", "transformers", "safetensors", "filelock")
     from ringspun.train.config import load_config
     from ringspun.train.data import find_text
 
     settings = load_config(config, ranks=ranks, output=output)
     corpus = find_text(data, suffixes=settings.data.suffixes, skip_folders=settings.data.skip_folders)
-    from ringspun.train.launch import Job, launch  # heavy: only once config and data are right
+    from ringspun.train import export as exporting  # heavy: only once config and data are right
+    from ringspun.train.launch import Job, launch
 
-    say = typer.echo if os.environ.get("RANK", "0") == "0" else _silent  # under torchrun, one rank speaks
+    first = os.environ.get("RANK", "0") == "0"
+    say = typer.echo if first else _silent  # under torchrun, one rank speaks
+    if export is not None:
+        exporting.check_target(export)
     say(f"{len(corpus.names):,} documents, {corpus.tokens:,} tokens from {data}")
     launch(Job(settings, corpus, fresh=fresh, prove=prove))
-    say(f"done: checkpoints (their model/ is for from_pretrained), log and loss curve are in {settings.output}")
+    if export is not None and first:
+        exporting.export_newest(settings.output, export)
+        say(f"exported: {export} is for from_pretrained")
+    of_model = " (their model/ is for from_pretrained)" if settings.checkpoints == "whole" else ""
+    say(f"done: checkpoints{of_model}, log and loss curve are in {settings.output}")
 
 
 def _silent(_: str) -> None:

@@ -25,9 +25,14 @@
     metrics.py        accuracy, entropy, perplexity over exactly the loss tokens
     gradients.py      the factor of DDP and FSDP; norm and clipping over meshes
     recompute.py      activation checkpointing by policy: what is kept of a layer, what runs again
+    meshes.py         the ranks as a mesh of four dimensions, and which of them does what
+    sharding.py, wrapping.py  who holds the weights; DDP and FSDP2 on such a mesh
+    gradient.py       one gradient of all ranks' shares, whoever sums it
     mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
     loop.py           the training loop
-    checkpointing.py  checkpoints written whole or not at all
+    checkpointing.py  checkpoints written whole or not at all; manifests.py: what is in them
+    shards.py, sharded.py  the same of tensors cut over ranks, by all ranks together
+    export.py         a checkpoint as a folder for `from_pretrained`
     output.py         the output folder: checked, locked, moved aside
     log.py            one line a step, which a full disk only delays
     report.py         progress bar, log, TensorBoard, loss curve

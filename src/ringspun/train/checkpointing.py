@@ -7,6 +7,10 @@
       rng.safetensors         PyTorch's generator
       manifest.json           size and SHA-256 of every other file; written last
 
+One that all ranks wrote together (`sharded.py`) has shards/ instead of model.safetensors and the two others:
+
+      shards/                 weights, optimizer and generators, one file of each rank; see `shards.py`
+
 Everything is written into a hidden folder beside its place and flushed to the disk; then one rename makes it
 appear. A folder without a manifest that fits is damaged: it is named and skipped. One that may not be read is refused
 instead, for nothing is known to be wrong with it.
@@ -18,7 +22,6 @@ instead, for nothing is known to be wrong with it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -28,19 +31,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringspun.errors import CheckpointError
+from ringspun.train.manifests import MANIFEST, SHARDS, STATE, files, manifest_fault, write_manifest
 from ringspun.train.output import FULL
 
-_PARTIAL, _REPLACED, _TRASH = ".writing-", ".replaced-", ".removing-"
+if TYPE_CHECKING:
+    from ringspun.train.shards import Whole
+
+PARTIAL, _REPLACED, _TRASH = ".writing-", ".replaced-", ".removing-"
 _NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step-([0-9]+)")
-_MANIFEST, _STATE = "manifest.json", "state.json"
-_REQUIRED = (_STATE, "model/model.safetensors", "optimizer.safetensors", "rng.safetensors")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class Checkpoint:
         """The folder for `from_pretrained`."""
         return self.path / "model"
 
+    @property
+    def shards(self) -> Path | None:
+        """The folder of the ranks' pieces, where all ranks wrote it together."""
+        return self.path / SHARDS if (self.path / SHARDS).is_dir() else None
+
 
 def save(
     folder: Path,
@@ -66,6 +76,7 @@ def save(
     state: dict[str, Any],
     keep: int = 2,
     before_publish: Callable[[int], None] | None = None,
+    whole: Whole | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` into `folder`, then removes those before it that are not among the newest
     `keep`.
@@ -80,6 +91,7 @@ def save(
             until their step is saved again.
         before_publish: called with `step` when all is written but nothing is visible yet; for tests of a
             crash there.
+        whole: the tensors of a model that is cut over ranks, gathered; see `Whole`.
 
     Returns:
         The checkpoint's folder.
@@ -87,13 +99,36 @@ def save(
     Raises:
         CheckpointError: it cannot be written (a full disk, say). What was there before stays as it was.
     """
+    from ringspun.train.shards import Whole
+
+    tensors = Whole.of(model, optimizer) if whole is None else whole
+    return publish(
+        folder,
+        step,
+        lambda partial: _write(partial, step, model, tensors, state),
+        keep=keep,
+        before_publish=before_publish,
+    )
+
+
+def publish(
+    folder: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    before_publish: Callable[[int], None] | None = None,
+) -> Path:
+    """Makes what `write` writes into a folder of its own the checkpoint of `step`, whole or not at all; see `save`."""
     from safetensors import SafetensorError
 
     tidy(folder)
-    place, partial = folder / f"step-{step:06d}", folder / f"{_PARTIAL}step-{step:06d}"
+    place, partial = folder / f"step-{step:06d}", folder / f"{PARTIAL}step-{step:06d}"
     before = [path.name for path in _folders(folder) if _number(path) < step]
     try:
-        _write(partial, step, model, optimizer, state)
+        partial.mkdir(parents=True)
+        write(partial)
+        write_manifest(partial)
         if before_publish is not None:
             before_publish(step)
         _publish(partial, place)
@@ -116,7 +151,7 @@ def tidy(folder: Path) -> None:
         CheckpointError: naming what cannot be removed.
     """
     with _removing(folder):
-        for prefix in (_PARTIAL, _TRASH):
+        for prefix in (PARTIAL, _TRASH):
             for path in folder.glob(f"{prefix}*"):
                 shutil.rmtree(path)
         for path in folder.glob(f"{_REPLACED}*"):
@@ -168,18 +203,25 @@ def latest(
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -> None:
-    """Puts weights, optimizer state and PyTorch's generator back, in place. The ring may have another size
-    now.
+    """Puts weights, optimizer state and PyTorch's generator back, in place. The ring may have another size now, and the
+    model may be cut over ranks otherwise, or not at all. Collective where shards are read.
 
     Raises:
         CheckpointError: the checkpoint's tensors cannot be read, or are not those of this model.
     """
+    from ringspun.train.shards import placed, read_shards
+
+    if checkpoint.shards is not None:
+        return read_shards(checkpoint.shards, model, optimizer)
+    mine = model.state_dict(keep_vars=True)
+    found = _load(checkpoint, "model/model.safetensors")
     try:
-        model.load_state_dict(_load(checkpoint, "model/model.safetensors"))
+        model.load_state_dict({name: placed(x, mine[name]) if name in mine else x for name, x in found.items()})
     except RuntimeError as problem:
         raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
     _restore_optimizer(checkpoint, model, optimizer, _load(checkpoint, "optimizer.safetensors"))
     torch.set_rng_state(_load(checkpoint, "rng.safetensors")["cpu"])
+    return None
 
 
 def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
@@ -197,15 +239,18 @@ def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
-def _write(partial: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _write(partial: Path, step: int, model: nn.Module, whole: Whole, state: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    partial.mkdir(parents=True)
-    _save_model(model, partial / "model")
-    save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
+    save_model(model, partial / "model", whole.model)
+    save_file(whole.optimizer, partial / "optimizer.safetensors")
     save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
-    (partial / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-    _write_manifest(partial)
+    write_state(partial, step, state)
+
+
+def write_state(partial: Path, step: int, state: dict[str, Any]) -> None:
+    """Writes the plain data of a checkpoint that is being written."""
+    (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
 
 
 def _unwritten(place: Path, problem: Exception, before: list[str]) -> CheckpointError:
@@ -220,37 +265,34 @@ def _unwritten(place: Path, problem: Exception, before: list[str]) -> Checkpoint
     )
 
 
-def _save_model(model: nn.Module, path: Path) -> None:
-    """`save_pretrained` without its progress bar, which would tear ours apart."""
+def save_model(model: nn.Module, path: Path, state: dict[str, Tensor] | None = None) -> None:
+    """`save_pretrained` without its progress bar, which would tear ours apart.
+
+    Args:
+        state: the weights, where the model does not hold them whole.
+    """
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        cast(Any, model).save_pretrained(path)
+        cast(Any, model).save_pretrained(path, state_dict=state)
     finally:
         if shown:
             logging.enable_progress_bar()
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}/{key}": torch.as_tensor(value).contiguous()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
-
-
 def _restore_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> None:
+    from ringspun.train.shards import placed
+
     parameters = dict(model.named_parameters())
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:
             raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; it has no parameter {name!r}.")
-        optimizer.state[parameters[name]][key] = tensor
+        optimizer.state[parameters[name]][key] = placed(tensor, parameters[name])
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -278,69 +320,30 @@ def _unreadable(path: Path, problem: OSError) -> CheckpointError:
     )
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """All that is in a checkpoint but its folders and its manifest; links too, wherever they lead."""
-    found = (file for file in sorted(path.rglob("*")) if file.is_symlink() or not file.is_dir())
-    return (file for file in found if file != path / _MANIFEST)
-
-
-def _entry(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-def _write_manifest(path: Path) -> None:
-    entries = {file.relative_to(path).as_posix(): _entry(file) for file in _files(path)}
-    (path / _MANIFEST).write_text(json.dumps(entries, indent=1))
-
-
 def _fault(path: Path, needs: Mapping[str, type]) -> str | None:
     """What is wrong with a checkpoint, or None. PermissionError goes through: nothing is known to be wrong."""
     try:
-        entries = json.loads((path / _MANIFEST).read_bytes())
-        return _manifest_fault(path, entries) or _state_fault(_state(path), needs)
+        entries = json.loads((path / MANIFEST).read_bytes())
+        return manifest_fault(path, entries) or _state_fault(_state(path), needs)
     except PermissionError:
         raise
     except (OSError, ValueError, RecursionError) as problem:
-        return f"its {_MANIFEST} or {_STATE} cannot be read ({getattr(problem, 'strerror', None) or problem})"
-
-
-def _manifest_fault(path: Path, entries: Any) -> str | None:
-    if not isinstance(entries, dict):
-        return f"its {_MANIFEST} is no list of files by name"
-    found = [file.relative_to(path).as_posix() for file in _files(path)]
-    for name in (*_REQUIRED, *entries, *found):
-        if name not in entries:
-            return f"{name} is not in its {_MANIFEST}"
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if name not in found:
-            return f"{name}, in its {_MANIFEST}, is no file of it"
-    return next((fault for name in found if (fault := _file_fault(path / name, name, entries[name]))), None)
-
-
-def _file_fault(file: Path, name: str, entry: Any) -> str | None:
-    try:
-        return None if _entry(file) == entry else f"{name} is not what its {_MANIFEST} says"
-    except PermissionError:
-        raise
-    except OSError as problem:  # a bad sector, say
-        return f"{name} cannot be read ({problem.strerror or problem})"
+        return f"its {MANIFEST} or {STATE} cannot be read ({getattr(problem, 'strerror', None) or problem})"
 
 
 def _state_fault(state: Any, needs: Mapping[str, type]) -> str | None:
     if not isinstance(state, dict):
-        return f"its {_STATE} is no table"
+        return f"its {STATE} is no table"
     wrong = [name for name, kind in needs.items() if not isinstance(state.get(name), kind)]
-    return f"its {_STATE} has no {', '.join(wrong)} that can be used" if wrong else None
+    return f"its {STATE} has no {', '.join(wrong)} that can be used" if wrong else None
 
 
 def _state(path: Path) -> Any:
-    return json.loads((path / _STATE).read_bytes())
+    return json.loads((path / STATE).read_bytes())
 
 
 def _publish(partial: Path, place: Path) -> None:
-    for file in [*_files(partial), partial / _MANIFEST]:
+    for file in [*files(partial), partial / MANIFEST]:
         _flush(file)
     for inside in [path for path in partial.rglob("*") if path.is_dir()]:
         _flush(inside)

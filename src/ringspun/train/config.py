@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ringspun.core.partition import Partition
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError
+from ringspun.train.sharding import SHARDED, Sharding, check_sharding
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -75,19 +76,37 @@ class TrainConfig(Section):
 
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig, description="Which files are read.")
-    seq_len: int = Field(gt=1, description="Tokens of one sequence; one sequence is one step's batch.")
+    seq_len: int = Field(gt=1, description="Tokens of one sequence.")
+    batch_size: int = Field(
+        default=1, gt=0, description="Sequences of one optimizer step; a multiple of `dp_replicate` * `dp_shard`."
+    )
     ranks: int = Field(
         default=1,
         gt=0,
         le=4096,
         description="Processes that share each sequence. Any number that leaves each of them a token.",
     )
+    ulysses: int = Field(
+        default=1, gt=0, description="Of `ranks`, how many split the heads of one share of the sequence; a divisor."
+    )
+    dp_replicate: int = Field(
+        default=1, gt=0, description="Copies of these ranks that read other sequences; each holds the weights again."
+    )
+    dp_shard: int = Field(
+        default=1, gt=0, description="Copies that read other sequences and share one set of weights; see `shard`."
+    )
+    shard: Sharding = Field(
+        default="none",
+        description="Who holds the weights: all ranks (none; ddp: PyTorch's DDP); fsdp cuts them over `dp_shard` * "
+        "`ranks`, hsdp does so in each of `dp_replicate`.",
+    )
     layout: str = Field(
         default="zigzag",
         description="Who holds which token: contiguous, zigzag, striped, striped(128), documentzigzag, balanced.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="bfloat16: autocast over float32 parameters. float32: no autocast."
+        default="bfloat16",
+        description="bfloat16: computed by autocast, or by FSDP2's policy; weights stay float32. float32: all.",
     )
     checkpointing: Literal["none", "layer", "attention", "ring_step"] = Field(
         default="none",
@@ -128,11 +147,31 @@ class TrainConfig(Section):
         description="Steps between checkpoints; 0: only at the end, where there always is one.",
     )
     keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints that are kept.")
+    checkpoints: Literal["whole", "sharded"] = Field(
+        default="whole",
+        description="whole: rank 0 gathers and writes. sharded: each rank its own part, by PyTorch's DCP. Either loads "
+        "on any ranks.",
+    )
     output: Path = Field(
         default=Path("runs/train"),
         strict=False,
         description="Folder of checkpoints, logs and the loss curve.",
     )
+
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def processes(self) -> int:
+        """Ranks of the whole job."""
+        return self.data_size * self.ranks
+
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether the ranks are more than one ring with the weights whole on each."""
+        return self.data_size > 1 or self.ulysses > 1 or self.shard != "none"
 
     @field_validator("layout")
     @classmethod
@@ -166,6 +205,29 @@ class TrainConfig(Section):
             f"kept_hops must be at least 1 with checkpointing = 'ring_step', and 0 else; got {self.kept_hops} with "
             f"{self.checkpointing!r}."
         )
+
+    @model_validator(mode="after")
+    def _mesh_fits(self) -> Self:
+        if self.ranks % self.ulysses:
+            raise ValueError(f"ulysses must divide ranks; got {self.ulysses} and ranks = {self.ranks}.")
+        if self.ulysses > self.model.heads:
+            raise ValueError(f"ulysses must be at most model.heads, {self.model.heads}; got {self.ulysses}.")
+        if self.batch_size % self.data_size:
+            more = -(-self.batch_size // self.data_size) * self.data_size
+            raise ValueError(
+                f"batch_size must be a multiple of dp_replicate * dp_shard, {self.data_size}; got {self.batch_size}. "
+                f"Set {more}."
+            )
+        try:
+            check_sharding(self.shard, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
+        except ConfigError as problem:
+            raise ValueError(str(problem)) from None
+        if self.checkpoints == "sharded" and self.shard not in SHARDED:
+            raise ValueError(
+                "checkpoints must be 'whole' where all ranks hold all weights; got 'sharded' and shard = "
+                f"{self.shard!r}."
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

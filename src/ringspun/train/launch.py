@@ -28,6 +28,7 @@ from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
+from ringspun.train.meshes import JobMesh, check_sizes, make_mesh
 from ringspun.train.model import route_of
 from ringspun.train.output import CHECKPOINTS, claimed
 
@@ -41,7 +42,7 @@ class Job:
     """What every rank is told; plain data, for it travels to other processes.
 
     Args:
-        config: the run; its `ranks` are the processes to start.
+        config: the run; its `processes` are started.
         corpus: the files, found and checked already.
         fresh: move an old output folder aside instead of going on from its last checkpoint.
         prove: compare the ring with one process at the end.
@@ -72,10 +73,10 @@ def launch(job: Job) -> None:
     with claimed(job.config.output, fresh=job.fresh, say=print):
         tidy(job.config.output / CHECKPOINTS)
         find_checkpoint(job.config, job.corpus, warn=_silent)
-        if job.config.ranks == 1:
+        if job.config.processes == 1 and not job.config.needs_mesh:
             work(job)
         else:
-            start_ranks(job.config.ranks, work, job, logs=job.config.output)
+            start_ranks(job.config.processes, work, job, logs=job.config.output)
 
 
 def work(job: Job) -> None:
@@ -112,13 +113,28 @@ def _train(job: Job, mesh: Mesh) -> None:
     from ringspun.train.proof import prove
 
     torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    devices = _devices(job.config)
     context = ContextParallel(
-        mesh.group, layout=parse_layout(job.config.layout), route=route_of(job.config), timeout_s=_TIMEOUT_S
+        mesh.group if devices is None else devices.context,
+        layout=parse_layout(job.config.layout),
+        route=route_of(job.config),
+        timeout_s=_TIMEOUT_S,
     )
-    run = Run(job.config, job.corpus, context, mesh, job.hooks)
+    run = Run(job.config, job.corpus, context, mesh, devices, job.hooks)
     state = train(run)
     if job.prove:
         prove(run, state)
+
+
+def _devices(config: TrainConfig) -> JobMesh | None:
+    if not config.needs_mesh:
+        return None
+    return make_mesh(
+        dp_replicate=config.dp_replicate,
+        dp_shard=config.dp_shard,
+        ring=config.ranks // config.ulysses,
+        ulysses=config.ulysses,
+    )
 
 
 def _joined() -> bool:
@@ -126,10 +142,13 @@ def _joined() -> bool:
 
 
 def _check_world(job: Job) -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    if world != job.config.ranks:
+    world, config = int(os.environ["WORLD_SIZE"]), job.config
+    if config.data_size > 1:
+        sizes = {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard, "ranks": config.ranks}
+        check_sizes(sizes, world)
+    if world != config.ranks * config.data_size:
         raise ConfigError(
-            f"ranks must be the {world} processes that torchrun started; got {job.config.ranks}. "
+            f"ranks must be the {world} processes that torchrun started; got {config.ranks}. "
             f"Set ranks = {world}, or pass --ranks {world}."
         )
 

@@ -1,4 +1,4 @@
-"""The training loop: one sequence a step, shared by the ranks of one ring."""
+"""The training loop: each sequence shared by the ranks of a ring, those of a step by the copies of that ring."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from ringspun.errors import CheckpointError
@@ -22,18 +22,27 @@ from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.config import TrainConfig
 from ringspun.train.contents import differences, manifest
 from ringspun.train.data import ByteStream, Corpus, PackedSequence, Position
-from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
-from ringspun.train.model import Shard, build_model, shard_loss
+from ringspun.train.gradient import FlatGradient, Gradient, WrappedGradient
+from ringspun.train.gradients import gradient_scale
+from ringspun.train.mean import TokenMean
+from ringspun.train.mesh import Mesh, check_step
+from ringspun.train.meshes import JobMesh
+from ringspun.train.model import Shard, SharedLoss, build_model
 from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
 from ringspun.train.report import Report, StepRecord
+from ringspun.train.sharded import save_sharded
+from ringspun.train.sharding import SHARDED
+from ringspun.train.shards import Whole, is_cut
+from ringspun.train.wrapping import wrap
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel
 
 # A resumed run may change these; everything else must be as it was.
 _MAY_CHANGE = {
-    *("ranks", "layout", "checkpointing", "kept_hops", "feed_forward_block", "loss_chunk"),
-    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "output"),
+    *("ranks", "ulysses", "dp_replicate", "dp_shard", "shard", "layout"),
+    *("checkpointing", "kept_hops", "feed_forward_block", "loss_chunk"),
+    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "checkpoints", "output"),
 }
 
 
@@ -54,9 +63,10 @@ class Hooks:
 class TrainState:
     """What changes from step to step."""
 
-    model: nn.Module
+    model: nn.Module  # bare: its names are those of checkpoints
+    loss: nn.Module  # of a `Shard`: the share of it; what DDP or FSDP2 wraps
     optimizer: Optimizer
-    gradient: Tensor  # flat; the parameters' `.grad` are views of it
+    gradient: Gradient
     position: Position = field(default_factory=Position)
     step: int = 0
 
@@ -68,7 +78,8 @@ class Run:
     config: TrainConfig
     corpus: Corpus
     context: ContextParallel
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: Mesh = field(default_factory=Mesh)  # all ranks of the job
+    devices: JobMesh | None = None  # the same as a mesh; None: one ring
     hooks: Hooks = field(default_factory=Hooks)
 
     @property
@@ -125,7 +136,7 @@ def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str]
         )
     before, now = found.state["config"], config.model_dump(mode="json")
     for name in now.keys() - _MAY_CHANGE:
-        if before.get(name) != now[name]:
+        if before.get(name, _default(name)) != now[name]:
             raise CheckpointError(
                 f"{name} must be as when {found.path} was written, {before.get(name)!r}; "
                 f"got {now[name]!r}. "
@@ -139,6 +150,11 @@ def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str]
     return found
 
 
+def _default(name: str) -> Any:
+    """What a setting was before there was one."""
+    return TrainConfig.model_fields[name].default
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The learning rate of step 1, 2, ...: linear warm-up, then a cosine from `lr` down to `final_lr`."""
     if step <= config.warmup_steps:
@@ -148,8 +164,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def _begin(run: Run, warn: Callable[[str], None]) -> TrainState:
-    model = build_model(run.config)
-    state = TrainState(model, _optimizer(model, run.config), flat_gradient(model))
+    state = _new_state(run)
+    model = state.model
     found = find_checkpoint(run.config, run.corpus, warn=warn)
     steps = [int(row[0]) for row in run.mesh.gather([found.step if found else 0])]
     if len(set(steps)) > 1:
@@ -160,6 +176,16 @@ def _begin(run: Run, warn: Callable[[str], None]) -> TrainState:
     if run.mesh.rank == 0:
         write_whole(run.config.output / DATA_MANIFEST, manifest(run.corpus.files))
     return state
+
+
+def _new_state(run: Run) -> TrainState:
+    model, config = build_model(run.config), run.config
+    loss: nn.Module = SharedLoss(model, chunk_tokens=run.config.loss_chunk)
+    if run.devices is None or config.shard == "none":
+        return TrainState(model, loss, _optimizer(model, config), FlatGradient(model))
+    loss = wrap(loss, run.devices, shard=config.shard, bfloat16=config.shard in SHARDED and config.dtype == "bfloat16")
+    scale = gradient_scale(loss, TokenMean(run.context, data=run.devices.data))
+    return TrainState(model, loss, _optimizer(model, config), WrappedGradient(loss, scale))
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
@@ -176,14 +202,14 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
     profiled = min(first + 1, config.steps)  # the second step: AdamW makes its moments in the first
     while state.step < config.steps:
         began = time.perf_counter()
-        packed = stream.at(state.position)
+        batch = _next_batch(stream, state.position, config.batch_size)
         if state.step + 1 == profiled:
             with peak_memory() as peak:
-                loss, norm = _step(run, state, packed)
+                loss, norm = _step(run, state, batch)
             peaks = tuple(int(row[0]) for row in run.mesh.gather([peak.bytes]))
         else:
-            (loss, norm), peaks = _step(run, state, packed), None
-        state.step, state.position = state.step + 1, packed.after
+            (loss, norm), peaks = _step(run, state, batch), None
+        state.step, state.position = state.step + 1, batch[-1].after
         if report is not None:
             seconds = time.perf_counter() - began
             report.step(
@@ -193,37 +219,68 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
                     norm,
                     learning_rate(config, state.step),
                     seconds,
-                    config.seq_len / seconds,
-                    len(packed.documents.lengths),
-                    packed.documents_cut,
+                    config.batch_size * config.seq_len / seconds,
+                    sum(len(packed.documents.lengths) for packed in batch),
+                    sum(packed.documents_cut for packed in batch),
                     peaks,
                 )
             )
-        if _is_checkpoint(config, state.step) and run.mesh.rank == 0:
+        if _is_checkpoint(config, state.step):
             _save(run, state)
 
 
-def _step(run: Run, state: TrainState, packed: PackedSequence) -> tuple[float, float]:
+def _next_batch(stream: ByteStream, position: Position, sequences: int) -> list[PackedSequence]:
+    """The sequences of one step, the same on all ranks."""
+    batch = [stream.at(position)]
+    while len(batch) < sequences:
+        batch.append(stream.at(batch[-1].after))
+    return batch
+
+
+def _step(run: Run, state: TrainState, batch: list[PackedSequence]) -> tuple[float, float]:
     """One optimizer step; returns the loss and the gradient's norm, the same on all ranks."""
-    number = state.step + 1
-    state.gradient.zero_()
-    with _autocast(run.config):
-        share = shard_loss(state.model, Shard.of(packed, run.context), chunk_tokens=run.config.loss_chunk)
-    share.backward()  # type: ignore[no-untyped-call]
+    number, gradient = state.step + 1, state.gradient
+    gradient.zero()
+    loss = _backward(run, state, batch)
     if run.hooks.after_backward is not None:
         run.hooks.after_backward(number, state.model)
-    digest = zlib.crc32(packed.ids.tobytes())
-    loss = check_step(run.mesh, step=number, loss=float(share.detach()), gradient=state.gradient, data_digest=digest)
-    run.mesh.sum_(state.gradient)
-    norm = clip_(state.gradient, max_norm=run.config.clip_norm, step=number)
+    digest = 0
+    for packed in batch:
+        digest = zlib.crc32(packed.ids.tobytes(), digest)
+    loss = check_step(
+        run.mesh,
+        step=number,
+        loss=loss,
+        finite=gradient.finite(),
+        data_digest=digest,
+        summed=gradient.summed_in_backward,
+    )
+    gradient.sum(run.mesh)
+    norm = gradient.clip(run.config.clip_norm, step=number)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(run.config, number)
     state.optimizer.step()
     return loss, norm
 
 
+def _backward(run: Run, state: TrainState, batch: list[PackedSequence]) -> float:
+    """Gradients of this rank's sequences; its share of the loss, a mean over the targets of the whole batch."""
+    total = sum(len(packed.ids) - len(packed.documents.lengths) for packed in batch)  # a document's last has none
+    mine, loss = batch if run.devices is None else batch[run.devices.data_rank :: run.devices.data_size], 0.0
+    for packed in mine:
+        last = packed is mine[-1]
+        shard = replace(Shard.of(packed, run.context), total_targets=total)
+        with state.gradient.during(last=last):
+            with _autocast(run.config):
+                share = state.loss(shard)
+            state.gradient.backward(share, last=last)
+        loss += float(share.detach())
+    return loss
+
+
 def _autocast(config: TrainConfig) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
+    by_autocast = config.dtype == "bfloat16" and config.shard not in SHARDED  # whose policy casts
+    return torch.autocast("cpu", torch.bfloat16) if by_autocast else nullcontext()
 
 
 def _is_checkpoint(config: TrainConfig, step: int) -> bool:
@@ -231,19 +288,26 @@ def _is_checkpoint(config: TrainConfig, step: int) -> bool:
 
 
 def _save(run: Run, state: TrainState) -> None:
-    checkpointing.save(
-        run.checkpoints,
-        step=state.step,
-        model=state.model,
-        optimizer=state.optimizer,
-        state={
+    """Collective."""
+    values: dict[str, Any] = {
+        "step": state.step,
+        "model": state.model,
+        "optimizer": state.optimizer,
+        "state": {
             "position": state.position.as_dict(),
             "data": run.corpus.digest,
             "config": run.config.model_dump(mode="json"),
         },
-        keep=run.config.keep_checkpoints,
-        before_publish=run.hooks.before_publish,
-    )
+        "keep": run.config.keep_checkpoints,
+        "before_publish": run.hooks.before_publish,
+    }
+    if run.config.checkpoints == "sharded":
+        save_sharded(run.checkpoints, ranks=run.mesh, **values)
+        return
+    first = run.mesh.rank == 0
+    whole = Whole.of(state.model, state.optimizer, keep=first) if is_cut(state.model) else None
+    if first:
+        checkpointing.save(run.checkpoints, whole=whole, **values)
 
 
 @contextmanager

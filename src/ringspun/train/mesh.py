@@ -68,16 +68,16 @@ def flat_gradient(model: nn.Module) -> Tensor:
     return flat
 
 
-def check_step(mesh: Mesh, *, step: int, loss: float, gradient: Tensor, data_digest: int) -> float:
-    """Looks at one step of every rank before the gradients are summed; all ranks see the same and decide
-    alike.
+def check_step(mesh: Mesh, *, step: int, loss: float, finite: bool, data_digest: int, summed: bool = False) -> float:
+    """Looks at one step of every rank before the optimizer takes it; all ranks see the same and decide alike.
 
     Args:
         mesh: the ranks.
         step: number of the step, for the message.
         loss: this rank's share of the loss.
-        gradient: this rank's share of the gradient, flat.
+        finite: whether what this rank holds of the gradient has no NaN and no Inf.
         data_digest: digest of the tokens that this rank read.
+        summed: what is held is the ranks' sum, which does not tell whose share was wrong.
 
     Returns:
         The loss of the whole sequence.
@@ -86,12 +86,14 @@ def check_step(mesh: Mesh, *, step: int, loss: float, gradient: Tensor, data_dig
         NonFiniteError: on every rank, naming the first that has a NaN or Inf.
         DataError: on every rank, when ranks read different tokens.
     """
-    finite = float(torch.isfinite(gradient).all())
-    rows = mesh.gather([loss, finite, float(data_digest)])
-    for rank, (share, whole, _) in enumerate(rows):
-        if not math.isfinite(share) or not whole:
-            what = f"loss is {share}" if not math.isfinite(share) else "gradient has a NaN or Inf"
-            raise NonFiniteError(f"loss and gradients must be finite; at step {step} on rank {rank} the {what}.")
+    rows = mesh.gather([loss, float(finite), float(data_digest)])
+    for rank, (share, _, _) in enumerate(rows):
+        if not math.isfinite(share):
+            raise _not_finite(step, f"on rank {rank} the loss is {share}")
+    for rank, (_, whole, _) in enumerate(rows):
+        if not whole:
+            place = "summed over the ranks" if summed else f"on rank {rank}"
+            raise _not_finite(step, f"{place} the gradient has a NaN or Inf")
     different = [rank for rank, row in enumerate(rows) if row[2] != rows[0][2]]
     if different:
         raise DataError(
@@ -99,6 +101,10 @@ def check_step(mesh: Mesh, *, step: int, loss: float, gradient: Tensor, data_dig
             "Give every rank the same data and config."
         )
     return math.fsum(row[0] for row in rows)
+
+
+def _not_finite(step: int, what: str) -> NonFiniteError:
+    return NonFiniteError(f"loss and gradients must be finite; at step {step} {what}.")
 
 
 def clip_(gradient: Tensor, *, max_norm: float, step: int) -> float:

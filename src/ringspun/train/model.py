@@ -107,3 +107,19 @@ def shard_loss(model: nn.Module, shard: Shard, *, chunk_tokens: int = 1024) -> T
     ).last_hidden_state
     head, terms = Head(llama.lm_head.weight), Terms(chunk_tokens=chunk_tokens)
     return linear_token_loss(hidden, head, shard.targets, total_targets=shard.total_targets, terms=terms)
+
+
+class SharedLoss(nn.Module):
+    """`shard_loss` of a model as a module: what DDP and FSDP2 wrap, for they act where the whole is called.
+
+    Args:
+        model: of `build_model`. chunk_tokens: tokens whose logits are alive at once.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int) -> None:
+        super().__init__()
+        self.model, self.chunk_tokens = model, chunk_tokens
+
+    def forward(self, shard: Shard) -> Tensor:
+        """This rank's share of the mean loss."""
+        return shard_loss(self.model, shard, chunk_tokens=self.chunk_tokens)

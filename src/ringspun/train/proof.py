@@ -27,11 +27,13 @@ from ringspun.errors import ProofError
 from ringspun.torch.memory import peak_memory
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import PackedSequence
+from ringspun.train.gradient import FlatGradient
 from ringspun.train.loop import Run, TrainState
 from ringspun.train.loss import IGNORED, token_loss
 from ringspun.train.model import Shard, build_model, shard_loss
 from ringspun.train.output import write_whole
 from ringspun.train.report import MIB
+from ringspun.train.shards import is_cut, whole_model
 
 TOLERANCE = 1e-4  # largest difference over largest value, float32
 _PLAIN = "ringspun_plain"
@@ -99,26 +101,37 @@ def prove(run: Run, state: TrainState) -> Proof | None:
         ProofError: on rank 0, when the ring and one process differ by more than `TOLERANCE`.
     """
     packed = run.stream.at(state.position)
-    state.gradient.zero_()
-    share = shard_loss(state.model, Shard.of(packed, run.context))
-    share.backward()  # type: ignore[no-untyped-call]
-    run.mesh.sum_(state.gradient)
+    on_ring = _whole_on_ring(run, state)
+    gradient = FlatGradient(on_ring)
+    # rings that read other sequences all read this one now
+    share = shard_loss(on_ring, Shard.of(packed, run.context)) / run.config.data_size
+    gradient.backward(share, last=True)
+    gradient.sum(run.mesh)
     loss = math.fsum(row[0] for row in run.mesh.gather([float(share.detach())]))
     held = tuple(int(row[0]) for row in run.mesh.gather([_ring_attention_bytes(run, packed)]))
-    proof = _compare(run, state, packed, loss, held) if run.mesh.rank == 0 else None
+    proof = _compare(run, on_ring, packed, loss, held) if run.mesh.rank == 0 else None
     run.mesh.gather([0.0])  # the others wait here, so that a failure above is the whole job's
     if proof is not None:
         _publish(proof, run)
     return proof
 
 
-def _compare(run: Run, state: TrainState, packed: PackedSequence, loss: float, held: tuple[int, ...]) -> Proof:
+def _whole_on_ring(run: Run, state: TrainState) -> nn.Module:
+    """The model as the ring computes it, in float32 and with all weights: FSDP's copy holds pieces. Collective then."""
+    if not is_cut(state.model):
+        return state.model
+    whole = build_model(run.config)
+    whole.load_state_dict(whole_model(state.model))
+    return whole
+
+
+def _compare(run: Run, trained: nn.Module, packed: PackedSequence, loss: float, held: tuple[int, ...]) -> Proof:
     with _all_cores():
-        model = _plain_model(run.config, state.model)
+        model = _plain_model(run.config, trained)
         reference = _plain_loss(model, packed)
         reference.backward()  # type: ignore[no-untyped-call]
         needed = _one_process_attention_bytes(run.config)
-    on_ring = [(name, p.grad) for name, p in state.model.named_parameters()]
+    on_ring = [(name, p.grad) for name, p in trained.named_parameters()]
     pairs = zip(on_ring, model.parameters(), strict=True)
     return Proof(
         run.context.ring_size,
