@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +138,8 @@ def _wrap(layer: nn.Module, block_size: int, path: str) -> None:
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise UnsupportedByRing(f"feed-forward of {path} must be wrapped before fully_shard, not after it.")
     _check_token_wise(module, _width(layer, path), path)
-    module.__class__ = _blockwise_class(type(module))
-    module.ringspun_block_size = block_size
+    module.__class__ = _blockwise_class(type(module))  # type: ignore[arg-type]
+    cast(_Blockwise, module).ringspun_block_size = block_size
 
 
 def _width(layer: nn.Module, path: str) -> int:
@@ -170,7 +170,7 @@ def _check_token_wise(module: nn.Module, width: int, path: str) -> None:
         for some in (rows, rows[:1].expand_as(rows).contiguous()):
             before = some.clone()
             whole = _hidden(module(some[None]))[0]
-            cut = torch.cat([_hidden(module(piece[None]))[0] for piece in some.split(5)])
+            cut = torch.cat([_hidden(module(piece[None]))[0] for piece in torch.split(some, 5)])
             if not torch.equal(some, before):
                 raise _mixes(path, "changes its input in place")
             if whole.shape != cut.shape or not torch.allclose(whole.float(), cut.float(), rtol=1e-2, atol=_near(whole)):
