@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,31 @@ from ringspun.planner.ring import Place, Work, head_pairs
 Edge = tuple[int, int]
 _OUT, _IN = -2, -1
 """In place of a peer: any in another node, any in the same."""
+_TOLD = (MessageColumn.STEP, MessageColumn.PAYLOAD, MessageColumn.SOURCE)
+
+
+class Span(NamedTuple):
+    """What a rank did from when until when (seconds): whether it computed the tiles of a step, or waited for messages
+    that are due at it."""
+
+    ring_rank: int
+    step: int
+    computes: bool
+    start_s: float
+    end_s: float
+
+
+class Transfer(NamedTuple):
+    """A message on its way (seconds); `step` posted it."""
+
+    sender: int
+    receiver: int
+    step: int
+    payload: int
+    source: int
+    n_bytes: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -32,11 +58,14 @@ class Timeline:
 
     Args:
         ends: when it was done. computed: how long it computed. waited: how long it waited for messages.
+        spans: of all ranks, rank by rank, in order; none that lasts no time. transfers: of all links.
     """
 
     ends: NDArray[np.float64]
     computed: NDArray[np.float64]
     waited: NDArray[np.float64]
+    spans: tuple[Span, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def total(self) -> float:
@@ -69,13 +98,27 @@ def simulate(
     size = ranks[0].ring_size
     if [s.ring_rank for s in ranks] != list(range(size)):
         raise ConfigError(f"ranks must be the schedules of all {size} ranks in order; got {len(ranks)} of them.")
+    passes = [s.backward if backward else s.forward for s in ranks]
+    return simulate_passes(passes, work, place, backward=backward, speeds=speeds, slow=slow)
+
+
+def simulate_passes(
+    passes: Sequence[Pass],
+    work: Work,
+    place: Place,
+    *,
+    backward: bool,
+    speeds: Sequence[float] | None = None,
+    slow: Mapping[Edge, float] | None = None,
+) -> Timeline:
+    """The same of the passes of all ranks, in order: of a backward pass in which queries travel too."""
+    size = len(passes)
     pace = np.ones(size) if speeds is None else np.array(speeds, np.float64)
     if pace.shape != (size,) or not (np.isfinite(pace).all() and (pace > 0).all()):
         raise ConfigError(f"speeds must be one positive number for each of {size} ranks; got {speeds}.")
     network = _Network(work, place, slow or {})
     programs = [
-        _Rank(s.ring_rank, s.backward if backward else s.forward, work, network, float(pace[s.ring_rank]), backward)
-        for s in ranks
+        _Rank(ring_rank, one, work, network, float(pace[ring_rank]), backward) for ring_rank, one in enumerate(passes)
     ]
     running = [(rank, rank.run()) for rank in programs]
     while running:
@@ -83,7 +126,9 @@ def simulate(
         running = [(rank, flow) for rank, flow in running if next(flow, None) is not None]
         if running and network.events == before:
             raise ConfigError("ranks must not wait for each other in a circle; this schedule makes them.")
-    return Timeline(*(np.array([getattr(r, name) for r in programs]) for name in ("now", "computed", "waited")))
+    spans = tuple(span for rank in programs for span in rank.spans)
+    times = (np.array([getattr(r, name) for r in programs]) for name in ("now", "computed", "waited"))
+    return Timeline(*times, spans, tuple(network.transfers))
 
 
 class _Network:
@@ -93,10 +138,12 @@ class _Network:
         self._work, self._place, self._slow = work, place, slow
         self._posted: dict[tuple[Edge, Action], list[float]] = defaultdict(list)
         self._lengths: dict[Edge, list[float]] = defaultdict(list)
+        self._messages: dict[Edge, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._ends: dict[Edge, list[float]] = defaultdict(list)
         self._queue: dict[Edge, list[tuple[Edge, int]]] = defaultdict(list)
         self._free: dict[Edge, float] = defaultdict(float)
         self.events = 0
+        self.transfers: list[Transfer] = []
 
     def post(self, edge: Edge, action: Action, now: float, message: NDArray[np.int64]) -> tuple[Edge, int]:
         """Say that one end is ready; a name for the message."""
@@ -106,8 +153,10 @@ class _Network:
         number = len(times) - 1
         if action == Action.SEND:
             link = self._place.far if self._place.crosses(*edge) else self._place.near
-            seconds = link.seconds(message_bytes(message, self._work.wire)) * self._slow.get(edge, 1.0)
-            self._lengths[edge].append(seconds)
+            n_bytes = message_bytes(message, self._work.wire)
+            self._lengths[edge].append(link.seconds(n_bytes) * self._slow.get(edge, 1.0))
+            step, payload, source = (int(message[c]) for c in _TOLD)
+            self._messages[edge].append((step, payload, source, n_bytes))
             self._queue[self._way(edge)].append((edge, number))
         return edge, number
 
@@ -137,6 +186,7 @@ class _Network:
         start = max(self._posted[edge, Action.SEND][number], comes[number], self._free[way])
         self._free[way] = start + self._lengths[edge][number]
         self._ends[edge].append(self._free[way])
+        self.transfers.append(Transfer(*edge, *self._messages[edge][number], start, self._free[way]))
         self._queue[way].pop(0)
         self.events += 1
         return True
@@ -151,14 +201,15 @@ class _Rank:
         self._seconds = work.seconds(head_pairs(one, work.wire), backward=backward) / speed
         self._open: dict[tuple[int, Moment], list[tuple[Edge, int]]] = defaultdict(list)
         self.now = self.computed = self.waited = 0.0
+        self.spans: list[Span] = []
 
     def run(self) -> Iterator[int]:
         """All steps; yields where a message cannot be timed yet."""
         for step in range(len(self._pass)):
             yield from self._wait(step, Moment.BEFORE)
             self._post(step, Moment.BEFORE)
-            self.now += self._seconds[step]
             self.computed += self._seconds[step]
+            self._until(self.now + float(self._seconds[step]), step, computes=True)
             yield from self._wait(step, Moment.AFTER)
             self._post(step, Moment.AFTER)
         for due, moment in sorted(self._open):
@@ -177,4 +228,9 @@ class _Rank:
             while (end := self._network.end(message)) is None:
                 yield self._me
             self.waited += max(0.0, end - self.now)
-            self.now = max(self.now, end)
+            self._until(max(self.now, end), step, computes=False)
+
+    def _until(self, end: float, step: int, *, computes: bool) -> None:
+        if end > self.now:
+            self.spans.append(Span(self._me, step, computes, self.now, end))
+        self.now = end
