@@ -54,8 +54,8 @@ class Axis:
             rows = np.arange(row1 - row0)
             return np.column_stack([rows, rows + 1, self.part.indices(ring_rank)[row0:row1]])
         a, b = np.maximum(begin, row0), np.minimum(begin + self.part.run_tokens[first:last], row1)
-        found = np.column_stack([a - row0, b - row0, runs[:, START] + a - begin])
-        return found[a < b]
+        found: Stretches = np.column_stack([a - row0, b - row0, runs[:, START] + a - begin])[a < b]
+        return found
 
     @cached_property
     def _before(self) -> NDArray[np.int64]:

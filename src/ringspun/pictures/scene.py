@@ -25,6 +25,8 @@ MOST_RANKS = 64
 """Of rings of more, as many are drawn, evenly spread, first and last among them."""
 MOST_PIECES = 1_000_000
 """Of tiles that are made for one picture, about; where each rank makes more of them, fewer ranks are drawn."""
+MOST_STEPS = 1 << 14
+"""Of all ranks that are drawn together."""
 FEWEST_RANKS = 3
 WIRE = Format(1, 8, 8, 64, 64, "bfloat16", 2, 4)
 """Calls that are drawn where nobody says: one sequence, 8 heads of 64, bfloat16."""
@@ -80,8 +82,8 @@ class Scene:
         """Ring ranks that are drawn: all, or some that stand for them."""
         size = self.ring_size
         per_rank = sum(cut.meetings() for cut, _ in cuts_of(self.sides, self.mask)) / size
-        counted = min(size, MOST_RANKS, max(FEWEST_RANKS, int(MOST_PIECES / max(per_rank, 1))))
-        return tuple(np.unique(np.linspace(0, size - 1, counted).astype(int)).tolist())
+        counted = min(MOST_STEPS // size, int(MOST_PIECES / max(per_rank, 1)))
+        return spread(range(size), min(MOST_RANKS, max(FEWEST_RANKS, counted)))
 
     @property
     def all_ranks(self) -> bool:
@@ -133,9 +135,18 @@ class Scene:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a picture does not show, in words."""
-        if self.all_ranks:
+        return self.notes_of(self.ranks)
+
+    def notes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The same, where some ranks alone are drawn."""
+        if len(ranks) == self.ring_size:
             return ()
-        return (f"{len(self.ranks)} of {self.ring_size:,} ranks are counted and drawn, evenly spread",)
+        return (f"{len(ranks)} of {self.ring_size:,} ranks are counted and drawn, evenly spread",)
+
+
+def spread(ranks: Sequence[int], most: int) -> tuple[int, ...]:
+    """Some of them, evenly spread, the first and the last among them."""
+    return tuple(ranks[i] for i in np.unique(np.linspace(0, len(ranks) - 1, min(most, len(ranks))).astype(int)))
 
 
 def edges(count: int, most: int) -> NDArray[np.int64]:

@@ -15,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspun.core.accounting import message_bytes
+from ringspun.core.accounting import bytes_of
 from ringspun.core.passes import Pass
 from ringspun.core.route.base import Action, MessageColumn, Moment, carried
 from ringspun.core.schedule import Schedule
+from ringspun.core.wire import Format
 from ringspun.errors import ConfigError
 from ringspun.planner.ring import Place, Work, head_pairs
 
 Edge = tuple[int, int]
 _OUT, _IN = -2, -1
 """In place of a peer: any in another node, any in the same."""
-_TOLD = (MessageColumn.STEP, MessageColumn.PAYLOAD, MessageColumn.SOURCE)
 
 
 class Span(NamedTuple):
@@ -127,8 +127,33 @@ def simulate_passes(
         if running and network.events == before:
             raise ConfigError("ranks must not wait for each other in a circle; this schedule makes them.")
     spans = tuple(span for rank in programs for span in rank.spans)
-    times = (np.array([getattr(r, name) for r in programs]) for name in ("now", "computed", "waited"))
-    return Timeline(*times, spans, tuple(network.transfers))
+    ends, computed, waited = (np.array([getattr(r, name) for r in programs]) for name in ("now", "computed", "waited"))
+    return Timeline(ends, computed, waited, spans, tuple(network.transfers))
+
+
+class Posted(NamedTuple):
+    """A message as a step posts it, see `MessageColumn`; and its bytes."""
+
+    step: int
+    moment: int
+    action: int
+    payload: int
+    peer: int
+    source: int
+    due: int
+    n_bytes: int
+
+
+_TOLD = [getattr(MessageColumn, name.upper()) for name in Posted._fields[:-1]]
+
+
+def _posts(messages: NDArray[np.int64], wire: Format) -> dict[tuple[int, int], list[Posted]]:
+    """Messages by step and moment."""
+    found: dict[tuple[int, int], list[Posted]] = defaultdict(list)
+    for row in np.column_stack([messages[:, _TOLD], bytes_of(messages, wire)]).tolist():
+        message = Posted(*row)
+        found[message.step, message.moment].append(message)
+    return found
 
 
 class _Network:
@@ -145,7 +170,7 @@ class _Network:
         self.events = 0
         self.transfers: list[Transfer] = []
 
-    def post(self, edge: Edge, action: Action, now: float, message: NDArray[np.int64]) -> tuple[Edge, int]:
+    def post(self, edge: Edge, action: Action, now: float, message: Posted) -> tuple[Edge, int]:
         """Say that one end is ready; a name for the message."""
         times = self._posted[edge, action]
         times.append(now)
@@ -153,10 +178,8 @@ class _Network:
         number = len(times) - 1
         if action == Action.SEND:
             link = self._place.far if self._place.crosses(*edge) else self._place.near
-            n_bytes = message_bytes(message, self._work.wire)
-            self._lengths[edge].append(link.seconds(n_bytes) * self._slow.get(edge, 1.0))
-            step, payload, source = (int(message[c]) for c in _TOLD)
-            self._messages[edge].append((step, payload, source, n_bytes))
+            self._lengths[edge].append(link.seconds(message.n_bytes) * self._slow.get(edge, 1.0))
+            self._messages[edge].append((message.step, message.payload, message.source, message.n_bytes))
             self._queue[self._way(edge)].append((edge, number))
         return edge, number
 
@@ -197,7 +220,7 @@ class _Rank:
 
     def __init__(self, me: int, one: Pass, work: Work, network: _Network, speed: float, backward: bool) -> None:
         self._me, self._pass, self._network = me, one, network
-        self._messages = carried(one.messages, work.wire.kv_heads)
+        self._posts = _posts(carried(one.messages, work.wire.kv_heads), work.wire)
         self._seconds = work.seconds(head_pairs(one, work.wire), backward=backward) / speed
         self._open: dict[tuple[int, Moment], list[tuple[Edge, int]]] = defaultdict(list)
         self.now = self.computed = self.waited = 0.0
@@ -216,12 +239,9 @@ class _Rank:
             yield from self._wait(due, moment)
 
     def _post(self, step: int, moment: Moment) -> None:
-        own = self._messages
-        for m in own[(own[:, MessageColumn.STEP] == step) & (own[:, MessageColumn.MOMENT] == moment)]:
-            action, peer = Action(m[MessageColumn.ACTION]), int(m[MessageColumn.PEER])
-            edge = (self._me, peer) if action == Action.SEND else (peer, self._me)
-            message = self._network.post(edge, action, self.now, m)
-            self._open[int(m[MessageColumn.DUE]), moment].append(message)
+        for m in self._posts.get((step, moment), ()):
+            edge = (self._me, m.peer) if m.action == Action.SEND else (m.peer, self._me)
+            self._open[m.due, moment].append(self._network.post(edge, Action(m.action), self.now, m))
 
     def _wait(self, step: int, moment: Moment) -> Iterator[int]:
         for message in self._open.pop((step, moment), []):

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 from ringspun.core import accounting
 from ringspun.pictures.figures.base import Figure, Rows
-from ringspun.pictures.scene import Scene
+from ringspun.pictures.scene import FEWEST_RANKS, Scene, spread
 
+MOST_STEPS = 1 << 12
+"""Of all ranks that are counted together."""
 ITEMS = tuple(field.name for field in fields(accounting.Memory))
 """What is counted, in order: see `ringspun.core.accounting.Memory`."""
 
@@ -32,12 +34,14 @@ class MemoryFigure(Figure):
 
 
 def of(scene: Scene) -> MemoryFigure:
-    """The memory of a scene."""
+    """The memory of a scene; of large rings of few ranks, for each is counted step by step."""
+    ranks = spread(scene.ranks, max(FEWEST_RANKS, MOST_STEPS // scene.ring_size))
     held = tuple(
         astuple(accounting.memory(schedule, scene.wire, way))
         for schedule, way in zip(scene.schedules, scene.ways, strict=True)
+        if schedule.ring_rank in ranks
     )
     alone = scene.alone()
     whole = astuple(accounting.memory(alone.schedules[0], scene.wire, alone.ways[0]))
-    tokens = tuple(scene.sides.queries.tokens[list(scene.ranks)].tolist())
-    return MemoryFigure(scene.words, scene.notes, scene.ring_size, scene.ranks, tokens, ITEMS, held, whole)
+    tokens = tuple(scene.sides.queries.tokens[list(ranks)].tolist())
+    return MemoryFigure(scene.words, scene.notes_of(ranks), scene.ring_size, ranks, tokens, ITEMS, held, whole)

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import tiles as tl
-from ringspun.core.accounting import message_bytes
+from ringspun.core.accounting import bytes_of
 from ringspun.core.passes import Pass
 from ringspun.core.route.base import NONE, Action, MessageColumn, StepColumn, carried
 from ringspun.core.schedule import Schedule
 from ringspun.core.ways import Turned
-from ringspun.core.wire import Format, Payload
+from ringspun.core.wire import Format
 from ringspun.pictures.axes import Axes, axes_of, places
 from ringspun.pictures.figures.base import MOST_CELLS, Figure, Kind, Rows, cells_note, kinds, one_kind, sums, table
 from ringspun.pictures.scene import Scene, edges
@@ -120,18 +120,17 @@ def _sources(one: Pass, mine: Schedule | Turned, columns: NDArray[np.int64]) -> 
 
 
 def _messages(passes: Sequence[Pass], blocks: Sequence[Schedule | Turned], wire: Format) -> Rows:
-    found = []
+    found: list[tuple[int, ...]] = []
     for one, mine in zip(passes, blocks, strict=True):
         messages = carried(one.messages, wire.kv_heads)
         sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
         if len(found) + len(sends) > MOST_MESSAGES:
             return ()
-        for m in sends:
-            block = int(m[MessageColumn.SOURCE])
+        for m, n_bytes in zip(sends.tolist(), bytes_of(sends, wire).tolist(), strict=True):
             found.append((
-                int(m[MessageColumn.STEP]), int(m[MessageColumn.DUE]), int(m[MessageColumn.MOMENT]), mine.ring_rank,
-                int(m[MessageColumn.PEER]), int(Payload(m[MessageColumn.PAYLOAD])), mine.owner(block),
-                int(m[MessageColumn.ROW1] - m[MessageColumn.ROW0]), message_bytes(m, wire),
+                m[MessageColumn.STEP], m[MessageColumn.DUE], m[MessageColumn.MOMENT], mine.ring_rank,
+                m[MessageColumn.PEER], m[MessageColumn.PAYLOAD], mine.owner(m[MessageColumn.SOURCE]),
+                m[MessageColumn.ROW1] - m[MessageColumn.ROW0], n_bytes,
             ))  # fmt: skip
     return tuple(sorted(found))
 

@@ -100,8 +100,10 @@ def of(
     Raises:
         DataError: the log holds no such call, or is of another ring than the scene.
     """
-    runs, words, notes = [], [], ()
-    size, ranks = (0, ())
+    runs: list[Run] = []
+    words: list[str] = []
+    notes: tuple[str, ...] = ()
+    size, ranks = 0, tuple[int, ...]()
     if scene is not None and work is not None and place is not None:
         size, ranks = scene.ring_size, scene.ranks
         runs.append(_predicted(scene, work, place))
