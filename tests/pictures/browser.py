@@ -92,7 +92,7 @@ class Browser:
         self.requests.clear()
         self.problems.clear()
         self._events.clear()
-        self._resize(width, height)
+        self.resize(width, height)
         features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Page.navigate", url=page.as_uri())
@@ -137,7 +137,7 @@ class Browser:
     def picture(self, file: Path) -> None:
         """Save what the whole page looks like."""
         width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
-        self._resize(width, height)
+        self.resize(width, height)
         told = self.call("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(told["data"]))
 
@@ -157,7 +157,8 @@ class Browser:
                 result: dict[str, Any] = heard["result"]
                 return result
 
-    def _resize(self, width: int, height: int) -> None:
+    def resize(self, width: int, height: int) -> None:
+        """Give the window another size (CSS pixels); less than 500 wide it is a phone."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 

@@ -77,12 +77,12 @@ function schedulePicture(figure, id) {
 
   // Whether it was a key of ours. Controls keep their own: a slider its arrows, a button its space.
   function key(event) {
-    const tag = event.target.tagName, typed = event.target.type;
-    if (event.altKey || event.ctrlKey || event.metaKey || tag === "INPUT" || event.target.closest?.(".scroll")) return false;
+    const tag = event.target.tagName, taken = tag === "INPUT" && (event.target.type === "range" || !["Home", "End"].includes(event.key));
+    if (event.altKey || event.ctrlKey || event.metaKey || taken || event.target.closest?.(".scroll")) return false;
     const moves = {ArrowLeft: () => asked(state.column - 1), ArrowRight: () => asked(state.column + 1),
       Home: () => asked(0), End: () => asked(last())};
     if (event.key === " " && !["BUTTON", "SUMMARY"].includes(tag)) playing(!state.timer);
-    else if (moves[event.key] && typed !== "radio") moves[event.key]();
+    else if (moves[event.key]) moves[event.key]();
     else return false;
     event.preventDefault();
     return true;
