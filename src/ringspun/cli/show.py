@@ -40,6 +40,7 @@ class Asked:
     head_size: int
     batch: int
     dtype: str
+    backward: str
     device: str
     node: int | None
     links: Path | None
@@ -71,6 +72,7 @@ def show(
     head_size: Annotated[int, typer.Option(help="Head size.")] = 64,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
+    backward: Annotated[str, typer.Option(help="What travels in backward: keys, queries, or auto.")] = "keys",
     device: Annotated[str, typer.Option(help="Whose time is predicted; `plan list` shows all.")] = "H100",
     node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="the device's")] = None,
     links: Annotated[Path | None, typer.Option(help="A file of `bench links` instead of the device's.")] = None,
@@ -87,8 +89,8 @@ def show(
 ) -> None:
     """Draw who holds which tokens, what each rank computes and sends at each step, and how long it takes."""
     asked = Asked(
-        mask, layout, route, ranks, seq_len, documents, data, heads, kv_heads, head_size, batch, dtype, device, node,
-        links, device_file,
+        mask, layout, route, ranks, seq_len, documents, data, heads, kv_heads, head_size, batch, dtype, backward,
+        device, node, links, device_file,
     )  # fmt: skip
     with _told():
         if ways and what != "compare":
@@ -179,8 +181,8 @@ def _compared(asked: Asked, ways: Sequence[str]) -> Figure:
 
 
 def _scene(asked: Asked) -> Scene:
-    from ringspun.core.mask import Causal
     from ringspun.core.text import parse_layout, parse_mask, parse_route
+    from ringspun.core.ways import WANTED
     from ringspun.core.wire import Format
     from ringspun.pictures.scene import Scene
 
@@ -202,9 +204,8 @@ def _scene(asked: Asked) -> Scene:
     if seq_len is None:
         seq_len = 64 if found is None else found.end
     layout, route = parse_layout(asked.layout), parse_route(asked.route)
-    return Scene.of(
-        seq_len, asked.ranks, mask or (Causal() if found is None else None), layout, route, documents=found, wire=wire
-    )
+    one_of("backward", asked.backward, WANTED)
+    return Scene.of(seq_len, asked.ranks, mask, layout, route, documents=found, wire=wire, backward=asked.backward)
 
 
 def _documents(asked: Asked, seq_len: int | None) -> Documents | None:

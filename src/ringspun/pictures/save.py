@@ -8,10 +8,14 @@ from pathlib import Path
 
 from ringspun.errors import ConfigError
 from ringspun.pictures.figures.base import Figure
+from ringspun.pictures.figures.timeline import TimelineFigure
+from ringspun.pictures.page import page
+from ringspun.pictures.trace import trace_text
 
 
 def save(figures: Sequence[Figure], path: Path) -> None:
-    """Write figures to a file: ``.json`` their numbers, ``.svg`` and ``.png`` one of them drawn.
+    """Write figures to a file: ``.json`` their numbers, ``.svg`` and ``.png`` one of them drawn, ``.html`` one page of
+    all, ``.trace.json`` a timeline for Perfetto.
 
     Raises:
         ConfigError: another ending, or several figures where one is written. MissingExtra: no matplotlib.
@@ -40,11 +44,28 @@ def _plot(figures: Sequence[Figure], path: Path) -> None:
     plot.save(_one(figures, path), path)
 
 
+def _page(figures: Sequence[Figure], path: Path) -> None:
+    path.write_text(page(figures), encoding="utf-8")
+
+
+def _trace(figures: Sequence[Figure], path: Path) -> None:
+    figure = _one(figures, path)
+    if not isinstance(figure, TimelineFigure):
+        raise ConfigError(f"save must be given a timeline for {path.name!r}; got {figure.name}.")
+    path.write_text(trace_text(figure), encoding="utf-8")
+
+
 def _one(figures: Sequence[Figure], path: Path) -> Figure:
     if len(figures) != 1:
         raise ConfigError(f"save must be given one figure for {path.name!r}; got {len(figures)}. Draw them one by one.")
     return figures[0]
 
 
-WRITERS: dict[str, Callable[[Sequence[Figure], Path], None]] = {".json": _json, ".svg": _plot, ".png": _plot}
+WRITERS: dict[str, Callable[[Sequence[Figure], Path], None]] = {
+    ".trace.json": _trace,
+    ".json": _json,
+    ".svg": _plot,
+    ".png": _plot,
+    ".html": _page,
+}
 """By ending; the first that fits."""

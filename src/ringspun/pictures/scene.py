@@ -45,7 +45,7 @@ class Scene:
     mask: Mask | RowMasks
     route: Route
     wire: Format = WIRE
-    backward: str = "auto"
+    backward: str = "keys"
 
     @staticmethod
     def of(
@@ -57,12 +57,13 @@ class Scene:
         *,
         documents: Documents | None = None,
         wire: Format = WIRE,
+        backward: str = "keys",
     ) -> Scene:
         """A scene of self-attention.
 
         Args:
             seq_len: global length (tokens). mask: default `Causal`, within `documents` if there are any; its own are
-                the partition's too. layout, route: default `Zigzag`, `Ring`.
+                the partition's too. layout, route: default `Zigzag`, `Ring`. wire, backward: see `Scene`.
         Raises:
             PlanError, LayoutError, MaskError: what does not go together.
         """
@@ -70,7 +71,7 @@ class Scene:
             mask = Causal() if documents is None else Causal() & documents
         route = Ring() if route is None else route
         geometry = Geometry(ring_size, (), Zigzag() if layout is None else layout, route)
-        return Scene(geometry.sides(seq_len, documents, mask=mask), mask, route, wire)
+        return Scene(geometry.sides(seq_len, documents, mask=mask), mask, route, wire, backward)
 
     @property
     def ring_size(self) -> int:
