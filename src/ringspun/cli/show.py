@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,7 @@ def show(
     )  # fmt: skip
     with _told():
         if ways and what != "compare":
-            raise ValueError(f"{what} must be asked for alone; got {' '.join(ways)}. To compare: show compare {what}.")
+            raise ValueError(f"{what} must be asked for alone; got {' '.join(ways)}. To compare: show compare A B.")
         if (log or call is not None) and what not in ("timeline", "all"):
             raise ValueError(f"log and call must come with timeline; got {what}. Leave them out.")
         small = save is None and not as_json
@@ -106,7 +106,7 @@ def show(
 
 
 def _named(what: str) -> Sequence[str]:
-    return PICTURES if what == "all" else [one_of("picture", name, (*PICTURES, "compare")) for name in split_list(what)]
+    return PICTURES if what == "all" else [one_of("picture", name, PICTURES) for name in split_list(what)]
 
 
 def _out(figures: Sequence[Figure], save: Path | None, *, as_json: bool) -> None:
@@ -133,19 +133,16 @@ def _out(figures: Sequence[Figure], save: Path | None, *, as_json: bool) -> None
 def _figure(name: str, asked: Asked, log: list[Path], call: int | None, *, small: bool) -> Figure:
     """One picture; `small`: in as many cells as a terminal has room for."""
     from ringspun.pictures import terminal
-    from ringspun.pictures.figures import balance, layout, mask, memory, schedule
+    from ringspun.pictures.figures import OF_SCENE, layout, mask
 
     if name == "timeline":
         return _timeline(asked, log, call)
     scene = _scene(asked)
-    makers: dict[str, Callable[[], Figure]] = {
-        "mask": lambda: mask.of(scene, terminal.ROWS) if small else mask.of(scene),
-        "layout": lambda: layout.of(scene, most_ranks=terminal.ROWS) if small else layout.of(scene),
-        "schedule": lambda: schedule.of(scene),
-        "balance": lambda: balance.of(scene),
-        "memory": lambda: memory.of(scene),
-    }
-    return makers[name]()
+    if small and name == "mask":
+        return mask.of(scene, terminal.ROWS)
+    if small and name == "layout":
+        return layout.of(scene, most_ranks=terminal.ROWS)
+    return OF_SCENE[name](scene)
 
 
 def _timeline(asked: Asked, log: list[Path], call: int | None) -> Figure:

@@ -16,6 +16,7 @@ from ringspun.core.mask import Causal, Documents, Mask, RowMasks
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.passes import Pass
 from ringspun.core.route import Ring, Route
+from ringspun.core.route.auto import Auto
 from ringspun.core.schedule import Schedule, compile_schedules, cuts_of
 from ringspun.core.text import shown
 from ringspun.core.ways import Turned
@@ -130,8 +131,9 @@ class Scene:
         queries, keys = self.sides.queries, self.sides.keys
         told = f"{shown(self.mask, 60)} over {queries.seq_len:,} tokens"
         told += "" if self.sides.same else f" and {keys.seq_len:,} keys"
+        taken = self.schedules[0].route if isinstance(self.route, Auto) else self.route
         ranks = "1 rank" if self.ring_size == 1 else f"{self.ring_size:,} ranks"
-        return f"{told}, {shown(queries.layout, 40)} on {ranks}, {self.route}"
+        return f"{told}, {shown(queries.layout, 40)} on {ranks}, {taken}"
 
     @property
     def notes(self) -> tuple[str, ...]:
