@@ -1,5 +1,5 @@
-"""The planner's peak memory of a ring on this machine beside what is measured: 12 configurations, profile and
-measurement in one run. A minute.
+"""The planner's peak memory and step time of a ring on this machine beside what is measured: 12 configurations, profile
+and measurement in one run. Four minutes, on an idle machine.
 
     python benchmarks/planner_machine.py --out benchmarks/results/$(date +%F)-planner_machine.md
 """
@@ -7,19 +7,29 @@ measurement in one run. A minute.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 from ringspun import Causal, Contiguous, Direct, Full, Ring, Zigzag
 from ringspun.core.geometry import Geometry
+from ringspun.core.host import cores
+from ringspun.core.links import Link
+from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
-from ringspun.planner.machine import ring_peak_bytes
+from ringspun.planner.machine import Rates, ring_peak_bytes, ring_seconds
+from ringspun.testing.links import links_on_rank
 from ringspun.testing.pool import RankPool
-from ringspun.testing.timing import Work, peak_on_rank
+from ringspun.testing.speeds import Speed, speeds_on_rank
+from ringspun.testing.timing import Work, peak_on_rank, time_on_rank
 
-BAR = 0.10
+BARS = {"bytes": 0.10, "seconds": 0.15}
+RANKS = (2, 4)
 TOKENS = 4096
+SIZES = (256, 512, 1024, 2048, 4096)
+REPEATS = 7
 BYTES = {"float32": 4, "bfloat16": 2}
 CAUSAL = [(dtype, kv_heads, Causal(), Zigzag(), Ring()) for dtype, kv_heads in product(BYTES, (4, 1))]
 FULL = [("bfloat16", 2, Full(), Contiguous(), Ring()), ("float32", 2, Full(), Contiguous(), Direct())]
@@ -32,50 +42,79 @@ def works(ranks: int) -> list[Work]:
     ]
 
 
-def predicted(work: Work, alone_bytes: int) -> int:
-    """Of the busiest rank."""
+def scheduled(work: Work) -> tuple[Sequence[Schedule], Format]:
     wire = Format(1, work.heads, work.kv_heads, work.head_size, work.head_size, work.dtype, BYTES[work.dtype], 4)
-    ranks = Geometry(work.ranks, tuple(range(work.ranks)), work.layout, work.route).schedule(work.mask, work.seq_len)
-    return max(ring_peak_bytes(alone_bytes, one, wire) for one in ranks)
+    geometry = Geometry(work.ranks, tuple(range(work.ranks)), work.layout, work.route)
+    return geometry.schedule(work.mask, work.seq_len), wire
 
 
-def measured(ranks: int) -> list[int]:
-    with RankPool(ranks) as pool:
-        return [max(pool.run(peak_on_rank, work, timeout_s=600.0)) for work in works(ranks)]
-
-
-def profile() -> list[int]:
+def peaks_alone() -> list[int]:
     """Peaks of one rank that sees all of its own tokens, for each of `works`."""
     alone = [replace(w, ranks=1, seq_len=TOKENS, mask=Full(), layout=Contiguous(), route=Ring()) for w in works(1)]
     with RankPool(1) as pool:
         return [max(pool.run(peak_on_rank, work, timeout_s=600.0)) for work in alone]
 
 
+def rates() -> dict[str, Rates]:
+    """Of each dtype, with every core at work; the slowest core's."""
+    with RankPool(cores()) as pool:
+        found = pool.run(speeds_on_rank, SIZES, list(BYTES), 4, 64, REPEATS, timeout_s=600.0)
+
+    def least(dtype: str, causal: bool, which: str) -> tuple[float, ...]:
+        def of(one: list[Speed], n: int) -> float:
+            return next(getattr(s, which) for s in one if (s.dtype, s.tokens, s.causal) == (dtype, n, causal))
+
+        return tuple(min(of(one, n) for one in found) for n in SIZES)
+
+    return {
+        dtype: Rates(SIZES, *((least(dtype, c, "forward"), least(dtype, c, "backward")) for c in (False, True)))
+        for dtype in BYTES
+    }
+
+
+def link(pool: RankPool) -> Link:
+    found: Link = pool.run(links_on_rank, tuple(1 << n for n in range(10, 25, 2)), 9, timeout_s=600.0)[0]
+    return found
+
+
+def row(work: Work, said: float, found: float, digits: str) -> tuple[str, float]:
+    off = said / found - 1
+    what = f"| {work.ranks} | {work.dtype} | {work.kv_heads} | {work.mask}, {work.layout} | {work.route} "
+    return f"{what}| {said:{digits}} | {found:{digits}} | {off:+.1%} |", abs(off)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    alone = profile()
-    lines = ["| ranks | dtype | KV heads | mask | route | predicted bytes | measured | off |", "|" + "---|" * 8]
-    worst = 0.0
-    for ranks in (2, 4):
-        for work, one, found in zip(works(ranks), alone, measured(ranks), strict=True):
-            said = predicted(work, one)
-            worst = max(worst, abs(said / found - 1))
-            lines.append(
-                f"| {ranks} | {work.dtype} | {work.kv_heads} | {work.mask}, {work.layout} | {work.route} "
-                f"| {said:,} | {found:,} | {said / found - 1:+.1%} |"
-            )
-    lines.append(f"\nWorst {worst:.1%}; bar {BAR:.0%}: {'met' if worst <= BAR else 'MISSED'}.")
+    rows: dict[str, list[tuple[str, float]]] = {"bytes": [], "seconds": []}
+    alone, speeds = peaks_alone(), rates()
+    for ranks in RANKS:
+        with RankPool(ranks) as pool:
+            near = link(pool)
+            for work, one in zip(works(ranks), alone, strict=True):
+                schedules, wire = scheduled(work)
+                peak = max(ring_peak_bytes(one, s, wire) for s in schedules)
+                rows["bytes"].append(row(work, peak, max(pool.run(peak_on_rank, work, timeout_s=600.0)), ",.0f"))
+                times = zip(*pool.run(time_on_rank, work, REPEATS, timeout_s=600.0), strict=True)
+                step = ring_seconds(schedules, wire, speeds[work.dtype], near, cores())
+                rows["seconds"].append(row(work, step, median(max(t) for t in list(times)[1:]), ".3f"))
+    lines = []
+    for what, bar in BARS.items():
+        worst = max(off for _, off in rows[what])
+        lines += [f"| ranks | dtype | KV heads | mask | route | predicted {what} | measured | off |", "|" + "---|" * 8]
+        lines += [line for line, _ in rows[what]]
+        lines.append(f"\nWorst {worst:.1%}; bar {bar:.0%}: {'met' if worst <= bar else 'MISSED'}.\n")
     text = "\n".join(lines)
     print(text)
     if out is not None:
         command = f"    python benchmarks/planner_machine.py --out {out}"
         setting = (
-            f"Forward + backward above its inputs, largest rank, {TOKENS} tokens a rank, 4 heads of 64, one thread."
+            f"Forward + backward, {TOKENS} tokens a rank, 4 heads of 64, one thread a rank, {cores()} cores.\n"
+            "Bytes: above the inputs, the largest rank, predicted from one rank alone. Seconds: the slowest rank's, "
+            f"median of\n{REPEATS - 1}, predicted from kernels (all cores at work) and links, measured in the same run."
         )
-        head = f"# Peak memory of a ring on this machine: predicted and measured\n\n{command}\n\n{setting}\n\n"
-        out.write_text(f"{head}{text}\n", encoding="utf-8")
+        out.write_text(f"# A ring on this machine: predicted and measured\n\n{command}\n\n{setting}\n\n{text}", "utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def test_every_split_is_measured_with_its_bytes_and_hops():
     rows = json.loads(told("ring", "--ranks", "2", "--ulysses", "1,2", *shape, "--json"))["rows"]
     assert [(r["ulysses"], r["hops"]) for r in rows] == [(1, 1), (2, 0)]
     # a ring: K and V, then q, dO, lse, delta, and dQ, to the other rank; an exchange: 6 messages of half the heads
-    assert rows[0]["sent_bytes"] == (2 + 2 + 1) * 32 * 4 * 8 * 4 + 2 * 32 * 4 * 4 + 3 * 128
+    assert rows[0]["sent_bytes"] == (2 + 2 + 2) * 32 * 4 * 8 * 4 + 3 * 128
     assert rows[1]["sent_bytes"] == 8 * 32 * 2 * 8 * 4 + 6 * 128
     assert all(r["ring_s"] > 0 for r in rows)
 

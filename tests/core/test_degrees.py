@@ -114,14 +114,13 @@ def test_a_geometry_of_two_degrees_deals_parts_and_schedules_rings():
 
 
 def test_degrees_are_chosen_by_bytes():
-    def costs(*sizes):
-        return [(d.ring, d.ulysses, cost) for d, cost in choose_degrees(*sizes)]
+    def costs(*sizes, **given):
+        return [(d.ring, d.ulysses, cost) for d, cost in choose_degrees(*sizes, **given)]
 
     # MHA, bf16, 4 ranks. Exchange of 4: 3/4 of q, k, v, out and gradients, 8 x 32 heads x 2 bytes; ring of 4: 3 blocks
-    # of 32 heads x 12 bytes, of which queries are 8 in backward; of 16 bytes where keys travel
-    assert costs(4, 32, 32) == [(1, 4, 384.0), (2, 2, 640.0), (4, 1, 1152.0)]
-    by_keys = [cost for _, cost in choose_degrees(4, 32, 32, backward="keys")]
-    assert by_keys == [384.0, 768.0, 1536.0]
+    # of 32 heads x 16 bytes, of which keys are 12 in backward; queries 8
+    assert costs(4, 32, 32) == [(1, 4, 384.0), (2, 2, 768.0), (4, 1, 1536.0)]
+    assert costs(4, 32, 32, backward="auto") == [(1, 4, 384.0), (2, 2, 640.0), (4, 1, 1152.0)]
     assert costs(4, 8, 1) == [(4, 1, 48.0), (2, 2, 72.0), (1, 4, 72.0)]  # one KV head: the ring sends less
     assert [d.ulysses for d, _ in choose_degrees(6, 4, 4)] == [2, 1]  # 3 and 6 do not divide 4 heads
     with pytest.raises(PlanError, match="heads must be H and K"):

@@ -137,29 +137,29 @@ def test_bytes_of_a_full_mask(size, route):
 def test_what_is_taken():
     schedules = Geometry(4, (0, 1, 2, 3), Zigzag(), Ring()).schedule(Causal(), 64)
     taken = {
-        (heads, kv, itemsize): ways.take(schedules[0], wire_of(heads, kv, itemsize)).value
+        (heads, kv, itemsize): ways.take(schedules[0], wire_of(heads, kv, itemsize), "auto").value
         for heads, kv in ((4, 4), (4, 2), (8, 1))
         for itemsize in (2, 4, 8)
     }
     assert {kind for kind, side in taken.items() if side == "queries"} == {(4, 4, 2), (4, 4, 4), (4, 4, 8)}
-    assert all(ways.take(s, wire_of(4, 4, 2)) == Side.QUERIES for s in schedules), "the same on every rank"
-    assert ways.take(schedules[0], wire_of(4, 4, 2), "keys") == Side.KEYS
+    assert all(ways.take(s, wire_of(4, 4, 2), "auto") == Side.QUERIES for s in schedules), "the same on every rank"
+    assert ways.take(schedules[0], wire_of(4, 4, 2)) == Side.KEYS, "unless asked otherwise"
     assert ways.take(schedules[0], wire_of(8, 1, 2), "queries") == Side.QUERIES
-    assert ways.taken(schedules, wire_of(8, 1, 2)) is schedules
-    assert ways.taken(schedules, wire_of(4, 4, 2))[1].backward.side == Side.QUERIES
+    assert ways.taken(schedules, wire_of(8, 1, 2), "auto") is schedules
+    assert ways.taken(schedules, wire_of(4, 4, 2), "auto")[1].backward.side == Side.QUERIES
 
 
 def test_few_queries_travel_to_many_keys_whatever_their_heads():
     few = Geometry(2, (0,), Zigzag(), Ring()).schedule(Causal(), 8, key_len=800, query_start=792)
     many = Geometry(2, (0,), Zigzag(), Ring()).schedule(Full(), 800, key_len=8)
-    assert ways.take(few[0], wire_of(16, 1, 2)) == Side.QUERIES
-    assert ways.take(many[0], wire_of(4, 4, 2)) == Side.KEYS
+    assert ways.take(few[0], wire_of(16, 1, 2), "auto") == Side.QUERIES
+    assert ways.take(many[0], wire_of(4, 4, 2), "auto") == Side.KEYS
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_where_nothing_travels_keys_do(size):
     schedules = Geometry(size, (0,), Contiguous(), Ring()).schedule(Documents([4, 4, 4]), 12)
-    assert ways.take(schedules[0], wire_of(4, 4, 2)) == Side.KEYS
+    assert ways.take(schedules[0], wire_of(4, 4, 2), "auto") == Side.KEYS
     assert ways.sent_bytes(schedules[0], wire_of(4, 4, 2)) == {Side.KEYS: 0, Side.QUERIES: 0}
     assert len(ways.turned(schedules)[0].backward.messages) == 0
 
@@ -168,13 +168,13 @@ def test_equal_bytes_leave_it_to_keys():
     """Those of a batch of no rows: every message is its frame alone."""
     (one, _) = Geometry(2, (0, 1), Contiguous(), Ring()).schedule(Full(), 8)
     empty = Format(0, 4, 4, 64, 64, "float32", 4, 4)
-    assert len(set(ways.sent_bytes(one, empty).values())) == 1 and ways.take(one, empty) == Side.KEYS
+    assert len(set(ways.sent_bytes(one, empty).values())) == 1 and ways.take(one, empty, "auto") == Side.KEYS
 
 
 @pytest.mark.parametrize("route", [InOrder(4), AllGather(2)], ids=str)
 def test_routes_by_which_no_queries_travel_send_keys(route):
     (one,) = Geometry(2, (0,), Contiguous(), route).schedule(Full(), 32)
-    assert one.origin is None and ways.take(one, wire_of(4, 4, 2)) == Side.KEYS
+    assert one.origin is None and ways.take(one, wire_of(4, 4, 2), "auto") == Side.KEYS
     words = re.escape(f"backward must be 'auto' or 'keys' by {route}, by which no queries travel; got 'queries'.")
     for ask in (
         lambda: ways.take(one, wire_of(4, 4, 2), "queries"),

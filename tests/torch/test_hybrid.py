@@ -106,7 +106,7 @@ def test_sinks_and_biases_are_cut_by_heads(bias):
 def test_the_wire_carries_what_is_counted(ring, ulysses, heads, kv_heads):
     """By each rank, exchanges and rings together, forward and backward."""
     case = Case(ring, 37, Causal(), Zigzag(), shape=Shape(2, heads, kv_heads, 8, 6))
-    context = hybrid(case, ulysses)
+    context = hybrid(case, ulysses, backward="auto")
     plan = context.plan(37, Causal())
     q, k, v = (torch.randn(2, h, 37, d, requires_grad=True) for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     plan.attention(q, k, v).sum().backward()
@@ -115,7 +115,7 @@ def test_the_wire_carries_what_is_counted(ring, ulysses, heads, kv_heads):
         place, mine = degrees.place(rank)
         of_ring = replace(wire, heads=len(range(*split.queries(mine))), kv_heads=len(split.held(mine)))
         expected = sum(exchanged(split, degrees, plan._sides, rank, wire))
-        back = taken(plan.schedules, of_ring)[place].backward
+        back = taken(plan.schedules, of_ring, "auto")[place].backward
         for one, backward in ((plan.schedules[place].forward, False), (back, True)):
             expected += account(one, of_ring, backward=backward).total_sent_bytes
         sent = sum(n for (sender, _), n in context.driver.counts.bytes.items() if sender == rank)
@@ -129,7 +129,7 @@ def test_bytes_are_those_of_the_formulas():
     S, heads, d, itemsize = 64, 8, 16, 2
 
     def sent(ring: int, ulysses: int, kv_heads: int = 4) -> int:
-        context = ContextParallel(Loopback(ring * ulysses), layout=Contiguous(), ulysses=ulysses)
+        context = ContextParallel(Loopback(ring * ulysses), layout=Contiguous(), ulysses=ulysses, backward="auto")
         q, k, v = (
             torch.randn(1, h, S, d, dtype=torch.bfloat16, requires_grad=True) for h in (heads, kv_heads, kv_heads)
         )
@@ -207,8 +207,12 @@ def test_degrees_that_do_not_fit_are_refused(asked, words):
 
 
 def test_auto_takes_what_sends_the_fewest_bytes_and_says_so():
-    many, few = (ContextParallel(Loopback(4), ulysses="auto", heads=heads) for heads in ((32, 32), (8, 1)))
-    for asked in ({"backward": "keys"}, {"route": "all_gather"}, {"deterministic": "across_rings"}):
+    many, few = (ContextParallel(Loopback(4), ulysses="auto", heads=h, backward="auto") for h in ((32, 32), (8, 1)))
+    for asked in (
+        {},
+        {"route": "all_gather", "backward": "auto"},
+        {"deterministic": "across_rings", "backward": "auto"},
+    ):
         by_keys = ContextParallel(Loopback(4), ulysses="auto", heads=(32, 32), **asked)
         assert [cost for _, cost in by_keys.weighed_degrees] == [384.0, 768.0, 1536.0]
     assert (many.ring_size, many.ulysses_size, few.ring_size, few.ulysses_size) == (1, 4, 4, 1)

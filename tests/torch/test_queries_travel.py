@@ -108,7 +108,7 @@ def test_what_the_driver_counts(ranks, dtype, share):
     ],
 )
 def test_auto_takes_what_is_less_and_says_so(heads, kv_heads, dtype, side):
-    context = ContextParallel(Loopback(4), layout=Zigzag())
+    context = ContextParallel(Loopback(4), layout=Zigzag(), backward="auto")
     x = tensors(heads, kv_heads, 64, dtype, size=16)
     told = [context.plan(64, Causal()).explain(*x, ring_rank=r) for r in range(4)]
     n_bytes, _ = sent_in_backward(context, x, 64, Causal())
@@ -134,7 +134,7 @@ def test_what_cannot_be_asked():
         PlanError, match=r"'auto' or 'keys' with route all_gather, by which no queries travel.*'queries'\."
     ):
         ContextParallel(Loopback(2), route="all_gather", backward="queries")
-    context = ContextParallel(Loopback(2), deterministic="across_rings")
+    context = ContextParallel(Loopback(2), deterministic="across_rings", backward="auto")
     told = context.plan(1024, Causal()).explain(*tensors(2, 2, 1024, size=4))
     assert told.travels == Side.KEYS and told.sent == {}
 
@@ -182,7 +182,7 @@ def test_rounding_is_no_worse(dtype):
 
 
 def test_buffers_are_two_of_queries_and_two_of_their_gradients(monkeypatch):
-    context = ContextParallel(Loopback(6), layout=Contiguous())
+    context = ContextParallel(Loopback(6), layout=Contiguous(), backward="queries")
     leased, lease = [], context.pool.lease
     out = context.plan(96, Full()).attention(*(x := tensors(2, 2, 96, size=8)))
     monkeypatch.setattr(context.pool, "lease", lambda n, device: leased.append(n) or lease(n, device))

@@ -140,7 +140,7 @@ def test_a_slow_link_between_nodes_takes_its_time_and_changes_no_number(pools, t
 def test_ranks_with_other_routes_hear_of_it(pools):
     for options, words in (
         (({}, {"route": "direct"}), "route is direct on ring rank 1 and ring on ring rank 0"),
-        (({}, {"backward": "keys"}), "backward is keys on ring rank 1 and auto on ring rank 0"),
+        (({}, {"backward": "auto"}), "backward is auto on ring rank 1 and keys on ring rank 0"),
     ):
         for kind, told in pools(2).run(other_routes, options, timeout_s=30):
             assert kind == "PlanMismatchError" and words in told

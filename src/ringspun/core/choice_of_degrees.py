@@ -31,7 +31,7 @@ WeighedDegrees = tuple[tuple[Degrees, float], ...]
 """Degrees and what each costs, best first: elements a token and head size, or seconds by links."""
 
 
-def sent(split: HeadSplit, degrees: Degrees, itemsize: int, backward: str = "auto") -> tuple[float, float]:
+def sent(split: HeadSplit, degrees: Degrees, itemsize: int, backward: str = "keys") -> tuple[float, float]:
     """Bytes that the busiest rank sends per token that it holds and element of a head, forward and backward together:
     in its ring, and in exchanges.
 
@@ -57,7 +57,7 @@ def sent(split: HeadSplit, degrees: Degrees, itemsize: int, backward: str = "aut
 
 
 def choose_degrees(
-    size: int, heads: int, kv_heads: int, *, itemsize: int = 2, links: Links | None = None, backward: str = "auto"
+    size: int, heads: int, kv_heads: int, *, itemsize: int = 2, links: Links | None = None, backward: str = "keys"
 ) -> WeighedDegrees:
     """Every split of `size` ranks that gives all the same number of query heads, best first; a longer ring first where
     they are equal.

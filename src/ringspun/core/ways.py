@@ -56,7 +56,7 @@ class Turned(Blocks):
     gathered: Gathered = field(default_factory=nothing_gathered)
 
 
-def take(schedule: Schedule, wire: Format, wanted: str = "auto") -> Side:
+def take(schedule: Schedule, wire: Format, wanted: str = "keys") -> Side:
     """What shall travel in backward: the fewer bytes of all ranks together, keys where they are equal; the same on all
     ranks, and for all calls of one format.
 
@@ -90,7 +90,7 @@ def sent_bytes(schedule: Schedule, wire: Format) -> dict[Side, int]:
     }
 
 
-def taken(schedules: Sequence[Schedule], wire: Format, wanted: str = "auto") -> Sequence[Schedule | Turned]:
+def taken(schedules: Sequence[Schedule], wire: Format, wanted: str = "keys") -> Sequence[Schedule | Turned]:
     """Whose `backward` calls of a format take; arguments as `take`."""
     return turned(schedules) if take(schedules[0], wire, wanted) == Side.QUERIES else schedules
 

@@ -16,6 +16,7 @@ from ringspun.core.mask import Causal, Documents, Mask, RowMasks
 from ringspun.core.partition import Partition, Sides
 from ringspun.core.passes import Pass
 from ringspun.core.route import Ring, Route
+from ringspun.core.route.auto import Auto
 from ringspun.core.schedule import Schedule, compile_schedules, cuts_of
 from ringspun.core.text import shown
 from ringspun.core.ways import Turned
@@ -45,7 +46,7 @@ class Scene:
     mask: Mask | RowMasks
     route: Route
     wire: Format = WIRE
-    backward: str = "auto"
+    backward: str = "keys"
 
     @staticmethod
     def of(
@@ -57,12 +58,13 @@ class Scene:
         *,
         documents: Documents | None = None,
         wire: Format = WIRE,
+        backward: str = "keys",
     ) -> Scene:
         """A scene of self-attention.
 
         Args:
             seq_len: global length (tokens). mask: default `Causal`, within `documents` if there are any; its own are
-                the partition's too. layout, route: default `Zigzag`, `Ring`.
+                the partition's too. layout, route: default `Zigzag`, `Ring`. wire, backward: see `Scene`.
         Raises:
             PlanError, LayoutError, MaskError: what does not go together.
         """
@@ -70,7 +72,7 @@ class Scene:
             mask = Causal() if documents is None else Causal() & documents
         route = Ring() if route is None else route
         geometry = Geometry(ring_size, (), Zigzag() if layout is None else layout, route)
-        return Scene(geometry.sides(seq_len, documents, mask=mask), mask, route, wire)
+        return Scene(geometry.sides(seq_len, documents, mask=mask), mask, route, wire, backward)
 
     @property
     def ring_size(self) -> int:
@@ -129,8 +131,9 @@ class Scene:
         queries, keys = self.sides.queries, self.sides.keys
         told = f"{shown(self.mask, 60)} over {queries.seq_len:,} tokens"
         told += "" if self.sides.same else f" and {keys.seq_len:,} keys"
+        taken = self.schedules[0].route if isinstance(self.route, Auto) else self.route
         ranks = "1 rank" if self.ring_size == 1 else f"{self.ring_size:,} ranks"
-        return f"{told}, {shown(queries.layout, 40)} on {ranks}, {self.route}"
+        return f"{told}, {shown(queries.layout, 40)} on {ranks}, {taken}"
 
     @property
     def notes(self) -> tuple[str, ...]:

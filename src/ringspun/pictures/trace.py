@@ -61,7 +61,9 @@ def _messages(transfers: Iterable[Transfer], process: int) -> Iterator[Event]:
         if lane == len(lanes):
             tracks += 1
             lanes.append((tracks, 0))
-            yield _named("thread_name", process, tracks, name=f"to rank {t.receiver}" + (f" ({lane + 1})" if lane else ""))
+            yield _named(
+                "thread_name", process, tracks, name=f"to rank {t.receiver}" + (f" ({lane + 1})" if lane else "")
+            )
         track = lanes[lane][0]
         lanes[lane] = track, _ns(t.end_s)
         name = f"{Payload(t.payload).name} {t.source}"

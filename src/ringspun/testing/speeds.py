@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from ringspun.torch.kernels import KERNELS, Call, Kernel
+from ringspun.torch.kernels import KERNELS, Call, Kernel, choose
 from ringspun.torch.kernels.base import Block, Saved, StepTiles, accumulator_dtype
 
 
@@ -35,15 +35,29 @@ class Speed:
 
 
 def measure_kernels(
-    tokens: Sequence[int], dtypes: Sequence[str], *, heads: int, head_size: int, repeats: int = 5
-) -> Iterator[Speed]:
-    """Every kernel on full and causal tiles, in this process and with its number of threads; medians."""
+    tokens: Sequence[int], dtypes: Sequence[str], *, heads: int, head_size: int, repeats: int = 5,
+    kernels: Sequence[Kernel] = KERNELS,
+) -> Iterator[Speed]:  # fmt: skip
+    """Kernels on full and causal tiles, in this process and with its number of threads; medians."""
     for dtype in dtypes:
         gemm = _gemm(dtype, repeats)
-        for kernel in KERNELS:
+        for kernel in kernels:
             for n in tokens:
                 for causal in (False, True):
                     yield _speed(kernel, dtype, n, causal, heads, head_size, gemm, repeats)
+
+
+def speeds_on_rank(
+    ring_rank: int, tokens: Sequence[int], dtypes: Sequence[str], heads: int, head_size: int, repeats: int
+) -> list[Speed]:
+    """On every rank of a pool, all at once: the kernel that plans of such tensors take, by one thread."""
+    torch.set_num_threads(1)
+    found: list[Speed] = []
+    for dtype in dtypes:
+        of = getattr(torch, dtype)
+        kernel = choose(Call(heads, heads, head_size, head_size, of, "cpu", head_size**-0.5))
+        found += measure_kernels(tokens, [dtype], heads=heads, head_size=head_size, repeats=repeats, kernels=[kernel])
+    return found
 
 
 def _speed(

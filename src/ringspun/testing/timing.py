@@ -41,7 +41,7 @@ class Work:
     batch: int = 1
     checks: str = "header"
     route: Route = field(default_factory=Ring)
-    backward: Literal["auto", "keys", "queries"] = "auto"
+    backward: Literal["auto", "keys", "queries"] = "keys"
     ulysses: int = 1
 
 

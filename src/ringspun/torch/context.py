@@ -105,7 +105,7 @@ class ContextParallel:
         log_dir: str | os.PathLike[str] | None = None,
         sync_steps: bool = False,
         deterministic: Literal["across_rings", False] | None = None,
-        backward: Literal["auto", "keys", "queries"] = "auto",
+        backward: Literal["auto", "keys", "queries"] = "keys",
         ulysses: int | Literal["auto"] | None = None,
         inner: Inner | None = None,
         heads: tuple[int, int] | None = None,

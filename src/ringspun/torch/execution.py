@@ -70,7 +70,7 @@ class Calls:
     plan_id: int
     checks: Checks
     sync_steps: bool = False
-    backward: str = "auto"
+    backward: str = "keys"
     meters: Sequence[Meter | None] = ()
     agreed: dict[str, str] = field(default_factory=dict)
     _sides: dict[Format, Side] = field(default_factory=dict)

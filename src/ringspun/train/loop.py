@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from ringspun.core.wire import Format
 from ringspun.errors import CheckpointError
+from ringspun.pictures import Scene
 from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
@@ -174,6 +176,8 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
     while state.step < config.steps:
         began = time.perf_counter()
         packed = stream.at(state.position)
+        if report is not None and state.step == 0:
+            report.sequence(_scene(run, packed))
         if state.step + 1 == profiled:
             with peak_memory() as peak:
                 loss, norm = _step(run, state, packed)
@@ -198,6 +202,17 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
             )
         if _is_checkpoint(config, state.step) and run.mesh.rank == 0:
             _save(run, state)
+
+
+def _scene(run: Run, packed: PackedSequence) -> Scene:
+    """How one sequence is shared out, for pictures."""
+    ring, model, narrow = run.context.geometry, run.config.model, run.config.dtype == "bfloat16"
+    heads, kv_heads, size = model.heads, model.kv_heads or model.heads, model.head_size
+    wire = Format(1, heads, kv_heads, size, size, run.config.dtype, 2 if narrow else 4, 4)
+    return Scene.of(
+        len(packed.ids), ring.ring_size, None, ring.layout, ring.route, documents=packed.documents, wire=wire,
+        backward=run.context.backward,
+    )  # fmt: skip
 
 
 def _step(run: Run, state: TrainState, packed: PackedSequence) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from ringspun.core.passes import Pass
 from ringspun.errors import DataError
 from ringspun.pictures.figures.base import MOST_CELLS, Figure
 from ringspun.pictures.scene import Scene, edges
+from ringspun.planner.hardware import Cluster
+from ringspun.planner.rates import attention_rate
 from ringspun.planner.ring import Place, Work, head_pairs, sent_seconds
 from ringspun.planner.simulate import Timeline, simulate_passes
 from ringspun.steplog.timeline import Member, Merged, State, partner
@@ -122,6 +124,13 @@ def of(
         if log.absent:
             notes += (f"no log of ring ranks {', '.join(map(str, log.absent))}",)
     return TimelineFigure("; ".join(words), notes, size, ranks, tuple(runs))
+
+
+def on(scene: Scene, cluster: Cluster) -> tuple[Work, Place]:
+    """What the ranks of a scene compute with and lie at, on neighbouring devices of a cluster."""
+    rows = max(1.0, scene.sides.queries.seq_len / scene.ring_size)
+    rate = attention_rate(cluster.device, scene.wire.heads * scene.wire.batch, rows)
+    return Work(scene.wire, rate), Place(cluster.near, cluster.far, cluster.node, cluster.apart)
 
 
 def _predicted(scene: Scene, work: Work, place: Place) -> Run:
