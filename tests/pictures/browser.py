@@ -25,6 +25,7 @@ FLAGS = (
 )  # fmt: skip
 LONGEST_S = 60.0
 """That an answer may take, on a machine that does much else."""
+LOOKING = Path(__file__).with_name("looking.js")
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Home": 36, "End": 35, " ": 32, "Tab": 9, "Enter": 13}
 
 
@@ -67,6 +68,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log", "DOM", "Accessibility"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=f"{{{LOOKING.read_text(encoding='utf-8')}}}")
 
     def __enter__(self) -> Self:
         return self

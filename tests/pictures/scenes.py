@@ -6,7 +6,7 @@ from ringspun import Causal, Contiguous, Documents, Striped, Window, Zigzag
 from ringspun.core.links import Link
 from ringspun.core.route import AllGather, Bidirectional, Direct
 from ringspun.pictures import Scene
-from ringspun.pictures.figures import Figure, balance, layout, mask, memory, schedule, timeline
+from ringspun.pictures.figures import Figure, balance, compare, layout, mask, memory, schedule, timeline
 from ringspun.planner.ring import Place, Work
 
 SCENES = {
@@ -19,13 +19,19 @@ SCENES = {
     "one rank": Scene.of(6, 1, Causal(), Contiguous()),
 }
 LINK = Link((1 << 10, 1 << 20), (2e-6, 3e-5), (2e-6, 3e-5))
+PLACE = Place(LINK, LINK, 2)
 
 
 def predicted(scene: Scene) -> timeline.TimelineFigure:
     """Its time on devices of 1 TFLOP/s, two in a node."""
-    return timeline.of(scene, Work(scene.wire, 1e12), Place(LINK, LINK, 2))
+    return timeline.of(scene, _work(scene), PLACE)
+
+
+def _work(scene: Scene) -> Work:
+    return Work(scene.wire, 1e12)
 
 
 def all_figures(scene: Scene) -> list[Figure]:
     """One of each kind."""
-    return [*(of.of(scene) for of in (schedule, layout, mask, balance, memory)), predicted(scene)]
+    ways = compare.of([scene, SCENES["both ways round"]], _work(scene), PLACE)
+    return [*(of.of(scene) for of in (schedule, layout, mask, balance, memory)), predicted(scene), ways]

@@ -66,9 +66,7 @@ def test_a_page_refers_to_nothing_and_forbids_every_request():
     text = page(all_figures(SCENES["zigzag"]))
     assert not re.search(r"(https?:)?//[a-z]", text.replace(SVG_NAMESPACE, ""), re.IGNORECASE)
     assert not re.search(r"\b(src|srcset|action)=|@import|url\(|fetch\(|XMLHttpRequest|WebSocket|import\(", text)
-    (policy,) = [
-        a["content"] for _, a in Parsed(text).elements if a.get("http-equiv") == "Content-Security-Policy"
-    ]
+    (policy,) = [a["content"] for _, a in Parsed(text).elements if a.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.split(None, 1) for rule in policy.split("; "))
     assert rules == {
         "default-src": "'none'", "style-src": "'unsafe-inline'", "script-src": "'unsafe-inline'", "img-src": "data:"

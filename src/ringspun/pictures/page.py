@@ -15,7 +15,7 @@ from ringspun.core.wire import Payload
 from ringspun.errors import ConfigError
 from ringspun.pictures.figures.base import Figure
 
-SCRIPTS = ("base.js", "ring.js", "matrix.js", "schedule.js", "still.js", "timeline.js", "main.js")
+SCRIPTS = ("base.js", "ring.js", "matrix.js", "schedule.js", "still.js", "timeline.js", "compare.js", "main.js")
 _NAMES = {Payload.KV: "KV", Payload.DKV: "dKV", Payload.QUERIES: "Q", Payload.DQ: "dQ", Payload.HEADS: "heads"}
 
 
