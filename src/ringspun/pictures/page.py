@@ -14,6 +14,7 @@ from typing import Any
 from ringspun.core.wire import Payload
 from ringspun.errors import ConfigError
 from ringspun.pictures.figures.base import Figure
+from ringspun.pictures.palette import ITEM_WORDS
 
 SCRIPTS = ("base.js", "ring.js", "matrix.js", "schedule.js", "still.js", "timeline.js", "compare.js", "main.js")
 _NAMES = {Payload.KV: "KV", Payload.DKV: "dKV", Payload.QUERIES: "Q", Payload.DQ: "dQ", Payload.HEADS: "heads"}
@@ -41,9 +42,9 @@ def page(figures: Sequence[Figure], title: str = "Ring attention, step by step")
 
 
 def page_data(figures: Sequence[Figure]) -> dict[str, Any]:
-    """What a page holds as JSON: the figures as they are, and what payloads are called."""
+    """What a page holds as JSON: the figures as they are, and what payloads and the items of memory are called."""
     names = {str(int(payload)): name for payload, name in _NAMES.items()}
-    return {"figures": [figure.as_dict() for figure in figures], "payloads": names}
+    return {"figures": [figure.as_dict() for figure in figures], "payloads": names, "items": ITEM_WORDS}
 
 
 def _as_script(data: dict[str, Any]) -> str:

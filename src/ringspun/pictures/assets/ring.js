@@ -66,7 +66,7 @@ const blockName = (payload, owner) => `${PAYLOADS[payload]} ${owner}`;
 const heldName = (pass, owner) => owner < 0 ? "–" : blockName(pass.travels === "keys" ? 0 : 2, owner);
 
 function rankNode(rank, i, at, size, figure) {
-  const few = figure.ranks.length <= 16, label = few ? -size - 10 : size + 10; // of few, towards the middle
+  const few = figure.ranks.length <= 10, label = few ? -size - 10 : size + 10; // of few, towards the middle
   const beside = {x: Math.cos(at.angle) * label, y: Math.sin(at.angle) * (few ? label - 4 : label)};
   const fat = narrow.matches ? 1.3 : 1; // drawn small, letters are larger
   const every = Math.ceil(figure.ranks.length / 32), circumference = 2 * Math.PI * (size - 3);

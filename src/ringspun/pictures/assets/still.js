@@ -93,6 +93,8 @@ function bars(id, name, one, names, peak) {
     ...one.pairs.flatMap((row, i) => row.map((pairs, j) => cell(pairs, i, j))));
 }
 
+const itemName = item => data.items[item] ?? item;
+
 function memoryPicture(figure, id) {
   const names = [...figure.ranks.map(rank => `rank ${rank}`), "alone"], rows = [...figure.held, figure.whole], totals = rows.map(sum);
   const peak = most(totals), down = Math.max(14, Math.min(30, 560 / rows.length)), wide = wideness(), left = 58, scale = (wide - left - 78) / (peak || 1);
@@ -100,14 +102,14 @@ function memoryPicture(figure, id) {
   const bars = rows.flatMap((row, r) => {
     let x = left;
     const boxes = row.map((held, i) => svg("rect", {class: "block", style: colour(i), x: (x += held * scale) - held * scale, y: r * down + 2,
-      width: held * scale, height: down - 4}, svg("title", {}, `${names[r]}: ${figure.items[i].replaceAll("_", " ")} ${bytes(held)}`)));
+      width: held * scale, height: down - 4}, svg("title", {}, `${names[r]}: ${itemName(figure.items[i])} ${bytes(held)}`)));
     const last = r === rows.length - 1, text = {class: "quiet", y: (r + 0.5) * down, dy: "0.35em", "font-size": 12};
     return [...boxes, ...(r % every && !last ? [] : [svg("text", {...text, x: left - 8, "text-anchor": "end"}, names[r]), svg("text", {...text, x: x + 6}, bytes(totals[r]))])];
   });
   const words = `The fullest of ${counted(figure.ring_size, "rank")} holds ${bytes(most(totals.slice(0, -1)))}; one rank alone with the whole sequence would hold ${bytes(totals[rows.length - 1])}.`;
   return el("div", {class: "card"}, el("p", {}, words),
     svg("svg", {viewBox: `0 0 ${wide} ${rows.length * down}`, role: "img", "aria-labelledby": `${id}-name`}, svg("title", {id: `${id}-name`}, words), ...bars),
-    legend(figure.items.map((item, i) => [swatch("block", colour(i)), item.replaceAll("_", " ")])),
-    folded("As a table", () => table("Bytes at the worst moment", ["Rank", ...figure.items.map(item => item.replaceAll("_", " ")), "Together"],
+    legend(figure.items.map((item, i) => [swatch("block", colour(i)), itemName(item)])),
+    folded("As a table", () => table("Bytes at the worst moment", ["Rank", ...figure.items.map(itemName), "Together"],
       rows.map((row, r) => [names[r], ...row.map(bytes), bytes(totals[r])]))));
 }

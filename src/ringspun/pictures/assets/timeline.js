@@ -19,7 +19,7 @@ function runWords(figure, run) {
   const spent = what => figure.ranks.map(rank => sum(run.spans.filter(s => s[0] === rank && s[3] === what).map(s => s[5] - s[4])));
   const computes = spent("compute"), mean = sum(computes) / Math.max(computes.length, 1), total = sum(run.seconds);
   const each = run.seconds.map((s, i) => `${PASS_NAMES[i]} ${seconds(s)}`).join(", ");
-  return `${each}. Ranks compute ${seconds(mean)} in the mean, ${number(Math.round((100 * mean) / (total || 1)))} % of the time; the busiest ${seconds(most(computes))}.`;
+  return `${each[0].toUpperCase()}${each.slice(1)}. Ranks compute ${seconds(mean)} in the mean, ${number(Math.round((100 * mean) / (total || 1)))} % of the time; the busiest ${seconds(most(computes))}.`;
 }
 
 function axis(end, x, height) {
