@@ -25,6 +25,7 @@ PAGES = [
     (DOCS / "loss.md", 35),
     (DOCS / "hybrid.md", 14),
     (DOCS / "planner.md", 34),
+    (DOCS / "pictures.md", 6),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -161,15 +161,17 @@ def _timeline(asked: Asked, log: list[Path], call: int | None) -> Figure:
 
 def _compared(asked: Asked, ways: Sequence[str]) -> Figure:
     from dataclasses import replace
+    from difflib import get_close_matches
 
-    from ringspun.core.text import LAYOUTS
+    from ringspun.core.text import LAYOUTS, ROUTES
     from ringspun.pictures.figures import compare, timeline
 
     scenes = []
     for way in ways or ("contiguous", "zigzag", "striped"):
         layout, route = asked.layout, asked.route
         for part in way.split("/"):
-            if part.split("(")[0].strip().lower() in LAYOUTS:
+            name = part.split("(")[0].strip().lower()
+            if next(iter(get_close_matches(name, [*LAYOUTS, *ROUTES], 1)), "") in LAYOUTS:  # also of a slip of the pen
                 layout = part
             else:
                 route = part

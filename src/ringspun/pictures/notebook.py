@@ -35,11 +35,12 @@ class Pictures:
         files.save(self.figures, path)
 
     def __str__(self) -> str:
-        out = Console(file=StringIO(), width=80, color_system=None)
+        text = StringIO()
+        out = Console(file=text, width=80, color_system=None)
         for i, figure in enumerate(self.figures):
             out.print("\n" * (i > 0), end="")
             terminal.show(figure, out)
-        return out.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]  # it is the StringIO
+        return text.getvalue().rstrip("\n")
 
     def __repr__(self) -> str:
         return str(self)

@@ -43,7 +43,7 @@ def of_mask(figure: MaskFigure) -> Drawing:
         bar = drawing.colorbar(mesh, ax=axes, shrink=0.4, aspect=18, pad=0.02, boundaries=np.linspace(0, 1, 101))
         bar.set_ticks([0, 0.5, 1], labels=["none", "half", "all"])
         bar.set_label("allowed of each cell")
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
     return drawing
 
 

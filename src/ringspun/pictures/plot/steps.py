@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,7 +23,7 @@ from ringspun.pictures.units import count, n_bytes
 MOST_NUMBERS = 10
 """Columns and rows of cells that have numbers in them."""
 MOST_LINKS = 12
-_SHAPES = {
+_SHAPES: Mapping[Kind, Sequence[tuple[float, float]]] = {
     Kind.FULL: [(0, 0), (1, 0), (1, 1), (0, 1)],
     Kind.CAUSAL: [(0, 0), (0, 1), (1, 1)],
     Kind.ANTICAUSAL: [(0, 0), (1, 0), (1, 1)],
@@ -123,7 +125,7 @@ def _on(kind: Kind) -> str:
     return "white" if kind in (Kind.FULL, Kind.ANTICAUSAL) else INK
 
 
-def _cell(shape: list[tuple[float, float]], column: int, row: int, colour: str) -> Polygon:
+def _cell(shape: Sequence[tuple[float, float]], column: int, row: int, colour: str) -> Polygon:
     inset = 0.06
     scale = 1 - 2 * inset
     return Polygon([(column + inset + scale * x, row + inset + scale * y) for x, y in shape], fc=colour, ec="none")
@@ -141,7 +143,7 @@ def of_balance(figure: BalanceFigure) -> Drawing:
     links = figure.links[:MOST_LINKS]
     heights = [max(1.2, min(0.3 * rows, 3.2)), 0.9, max(0.6, 0.22 * len(links))]
     drawing = page(figure, sum(heights) + 1.7, "Who works how much, and what goes over the links")
-    names = [["forward", "backward"], ["f", "b"], ["links", "links"]]
+    names: Any = [["forward", "backward"], ["f", "b"], ["links", "links"]]
     grid = drawing.subplot_mosaic(names, height_ratios=heights)
     most = max((max(row, default=0) for one in (figure.forward, figure.backward) for row in one.pairs), default=1) or 1
     for name, short in (("forward", "f"), ("backward", "b")):

@@ -17,7 +17,7 @@ from ringspun.pictures.palette import BLUE
 
 INK, PALE, LINE = "#1A1A1A", "#6B6B6B", "#D8D8D8"
 EMPTY = "#F2F2F2"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
     "font.size": 9,
