@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check support-table bench peers faults soak mutation clean
+.PHONY: env demo test lint check support-table pictures bench peers faults soak mutation clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -28,6 +28,10 @@ check: env
 # Writes the table of what each kernel does into the README, from what the conformance suite finds.
 support-table: env
 	$(BIN)/python -m ringspun.testing.support README.md
+
+# Draws the pictures of README and docs/ anew; a test holds their numbers against the code.
+pictures: env
+	$(BIN)/python -m ringspun.pictures.docs docs/pictures
 
 bench: env
 	$(BIN)/ringspun bench ring --ranks 2,4 --seq-len 16384

@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "Certify this machine: errors of a ring against the float64 oracle.",
     "bench": "Measure a ring beside one process.",
     "plan": "Say what fits, what hides, how fast, and whether to ring, before anything is rented.",
+    "show": "Draw masks, layouts, schedules, balance, memory and time.",
     "train": "Train a language model on sequences cut over ranks.",
     "explain-hang": "Say who waits for whom, from the step logs of a job's ranks.",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def split_list(text: str) -> list[str]:
     """A comma list whose items may hold commas inside brackets: ``causal,documents([3, 5])`` is two.
@@ -60,3 +62,21 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
     return value
+
+
+def tokens(text: str, *, least: int = 1) -> int:
+    """A number of tokens as people write it: K is 1,024, M its square.
+
+    Raises:
+        ValueError: none, or too few.
+    """
+    factors = {"k": 1 << 10, "m": 1 << 20}
+    factor = factors.get(text.strip()[-1:].lower(), 1)
+    digits = text.strip().rstrip("kKmM") if factor > 1 else text
+    try:
+        value = float(digits.replace(",", "").replace("_", "")) * factor
+    except ValueError:
+        value = math.nan
+    if not (least <= value < 1 << 48) or value != int(value):
+        raise ValueError(f"tokens must be a whole number from {least} on (131072, 128K, 1M); got {text[:80]!r}.")
+    return int(value)

@@ -66,7 +66,7 @@ def train(
 ) -> None:
     """The quickest ways to train a model at a length on a cluster, or the longest length; and why."""
     with _told():
-        from ringspun.cli.options import bounded
+        from ringspun.cli.options import bounded, tokens
         from ringspun.cli.plan_tables import show_answer
         from ringspun.core.text import parse_mask
         from ringspun.planner.explain import verdict
@@ -80,7 +80,7 @@ def train(
         question = Question(
             model_of(model),
             _cluster(device, devices, node, near, far, links, device_file),
-            None if seq_len is None else _tokens(seq_len),
+            None if seq_len is None else tokens(seq_len),
             batch,
             parse_mask(mask),
             TORCH.model_copy(update={"logit_chunk": chunk}),
@@ -117,7 +117,7 @@ def infer(
 ) -> None:
     """Prefill over a ring (do keys travel, or queries?), decode (do not ring), and the cache."""
     with _told():
-        from ringspun.cli.options import bounded
+        from ringspun.cli.options import bounded, tokens
         from ringspun.cli.plan_tables import show_lines
         from ringspun.planner.export import inference_data
         from ringspun.planner.models import model as model_of
@@ -126,7 +126,7 @@ def infer(
             bounded(name, value, least=1)
         found = _cluster(device, devices * tp, node, near, far, links, device_file)
         data = inference_data(
-            model_of(model), found, devices, new=_tokens(new), cached=_tokens(cached, least=0), tp=tp, batch=batch
+            model_of(model), found, devices, new=tokens(new), cached=tokens(cached, least=0), tp=tp, batch=batch
         )
         if as_json:
             _print(data)
@@ -177,7 +177,7 @@ def shares(
 ) -> None:
     """Ranks of unequal speed: which shares, layout and route are done first, simulated message by message."""
     with _told():
-        from ringspun.cli.options import bounded, split_list
+        from ringspun.cli.options import bounded, split_list, tokens
         from ringspun.cli.plan_tables import show_ways
         from ringspun.core.text import parse_mask
         from ringspun.planner.export import way_rows
@@ -187,7 +187,7 @@ def shares(
         bounded("speeds", len(paces), least=2, most=MOST_SIMULATED)
         bounded("keep", keep, least=1)
         found = _cluster(device, len(paces), node, near, far, links, device_file)
-        rows = way_rows(model_of(model), found, _tokens(seq_len), parse_mask(mask), paces)[:keep]
+        rows = way_rows(model_of(model), found, tokens(seq_len), parse_mask(mask), paces)[:keep]
         if as_json:
             _print({"ways": rows})
         else:
@@ -250,20 +250,6 @@ def _cluster(
         raise ValueError("links must not be given with near or far, which it replaces. Leave one out.")
     measured = None if links is None else Links.load(links)
     return cluster(device, count, node=node, near=near, far=far, measured=measured, hardware=Hardware.load(own))
-
-
-def _tokens(text: str, *, least: int = 1) -> int:
-    """A number of tokens as people write it: K is 1,024, M its square."""
-    factors = {"k": 1 << 10, "m": 1 << 20}
-    factor = factors.get(text.strip()[-1:].lower(), 1)
-    digits = text.strip().rstrip("kKmM") if factor > 1 else text
-    try:
-        value = float(digits.replace(",", "").replace("_", "")) * factor
-    except ValueError:
-        value = math.nan
-    if not (least <= value < 1 << 48) or value != int(value):
-        raise ValueError(f"tokens must be a whole number from {least} on (131072, 128K, 1M); got {text[:80]!r}.")
-    return int(value)
 
 
 def _pace(text: str) -> float:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspun.core.accounting import message_bytes
+from ringspun.core.accounting import bytes_of
 from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Layout
 from ringspun.core.links import Link
@@ -24,8 +24,6 @@ ALL_RANKS = 8
 """Rings of more are counted on some of their ranks, as many as this, evenly spread, first and last among them."""
 LARGE = 64
 """Rings of more on three: the first, the middle one and the last."""
-_STRIDES = 1 << 10
-"""More strides than there are."""
 Seconds = NDArray[np.float64]
 
 
@@ -127,18 +125,15 @@ def sent_seconds(one: Pass, ring_rank: int, wire: Format, place: Place) -> Secon
     the steps that it has."""
     messages = carried(one.messages, wire.kv_heads)
     sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
-    kinds = 2 * (sends[:, MessageColumn.ROW1] - sends[:, MessageColumn.ROW0]) + sends[:, MessageColumn.PAYLOAD]
-    for column in (MessageColumn.STRIDE, MessageColumn.STRIDES):
-        kinds = kinds * _STRIDES + sends[:, column]
-    _, first, which = np.unique(kinds, return_index=True, return_inverse=True)
-    lengths = [message_bytes(sends[i], wire) for i in first.tolist()]
+    lengths = bytes_of(sends, wire)
     peers = sends[:, MessageColumn.PEER]
     crosses = peers // place.node != ring_rank // place.node
     ways = [(place.far, crosses)]
     ways += [(place.near, peers == p) for p in np.unique(peers[~crosses])] if place.apart else [(place.near, ~crosses)]
     slowest = np.zeros(len(one))
     for link, chosen in ways:
-        seconds = np.array([link.seconds(n) for n in lengths])[which[chosen]]
+        sizes, which = np.unique(lengths[chosen], return_inverse=True)
+        seconds = np.array([link.seconds(n) for n in sizes.tolist()])[which]
         slowest = np.maximum(slowest, _spread(len(one), sends[chosen], seconds))
     return slowest
 

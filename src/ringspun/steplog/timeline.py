@@ -79,7 +79,8 @@ class Member:
     """One rank of a ring, from its dump.
 
     Args:
-        began: its first row. spans: in order. posted, landed: when each message was. dumped: when. source: the file.
+        began: its first row. spans: in order. posted, landed: when each message was; lengths: its bytes. dumped: when.
+        source: the file.
         oldest: call and step of its first row, if older ones were dropped.
     """
 
@@ -91,6 +92,7 @@ class Member:
     spans: list[Span] = field(default_factory=list)
     posted: dict[Message, int] = field(default_factory=dict)
     landed: dict[Message, int] = field(default_factory=dict)
+    lengths: dict[Message, int] = field(default_factory=dict)
 
     @property
     def first_call(self) -> int:
@@ -263,6 +265,7 @@ def _spans(member: Member, rows: Sequence[Row], shift: int) -> Iterator[Span]:
             key = (row.call, row.phase, row.payload, row.step, row.source, row.moment)
             message = Message(row.what == What.SEND, row.peer, key)
             member.posted[message] = time
+            member.lengths[message] = row.n_bytes
             posts.setdefault((row.call, row.phase, row.step, row.moment), []).append(message)
             continue
         batch = tuple(posts.get((row.call, row.phase, row.step, row.moment), ()))

@@ -31,6 +31,7 @@ from ringspun.torch.partition import Partition
 from ringspun.torch.pieces import words_of_blocks
 
 if TYPE_CHECKING:
+    from ringspun.pictures.notebook import Pictures
     from ringspun.torch.context import ContextParallel
 
 KEPT_OPTIONS = 64
@@ -289,6 +290,25 @@ class Plan:
         if not is_integer(rank) or not 0 <= rank < size:
             raise PlanError(f"ring_rank must be from 0 to {size - 1}; got {ring_rank!r}.")
         return self._explained(q, k, v, asked, call, int(rank))
+
+    def show(self, *pictures: str, like: tuple[Tensor, Tensor, Tensor] | None = None) -> Pictures:
+        """Pictures of what is computed and sent: in a notebook a page with a slider through the steps, printed text.
+
+            plan.show("balance", "memory", like=(q, k, v)).save(Path("ring.html"))
+
+        Local: nothing is computed or sent. Where heads are split, it is the ring of some of the heads.
+
+        Args:
+            pictures: "schedule", "layout", "mask", "balance", "memory"; default all. like: q, k, v of a call, whose
+                heads, sizes and dtype count; default one sequence, 8 heads of 64, bfloat16.
+        Raises:
+            ConfigError: another name.
+        """
+        from ringspun.pictures import Scene, notebook  # needed by who looks, not by who trains
+
+        wire = {} if like is None else {"wire": wire_of(*like)}
+        scene = Scene(self._sides.of_rings, self._mask, self._route, backward=self._context.backward, **wire)
+        return notebook.pictures_of(scene, *pictures)
 
     def _explained(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, call: Call, rank: int) -> Explanation:
         """`explain`, its arguments checked."""

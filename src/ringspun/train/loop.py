@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from ringspun.core.wire import Format
 from ringspun.errors import CheckpointError
+from ringspun.pictures import Scene
 from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
@@ -203,6 +205,8 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
     while state.step < config.steps:
         began = time.perf_counter()
         batch = _next_batch(stream, state.position, config.batch_size)
+        if report is not None and state.step == 0:
+            report.sequence(_scene(run, batch[0]))
         if state.step + 1 == profiled:
             with peak_memory() as peak:
                 loss, norm = _step(run, state, batch)
@@ -235,6 +239,17 @@ def _next_batch(stream: ByteStream, position: Position, sequences: int) -> list[
     while len(batch) < sequences:
         batch.append(stream.at(batch[-1].after))
     return batch
+
+
+def _scene(run: Run, packed: PackedSequence) -> Scene:
+    """How one sequence is shared out, for pictures; of heads that are split, one ring."""
+    ring, model, narrow = run.context.geometry, run.config.model, run.config.dtype == "bfloat16"
+    heads, kv_heads = (max(1, n // run.config.ulysses) for n in (model.heads, model.kv_heads or model.heads))
+    wire = Format(1, heads, kv_heads, model.head_size, model.head_size, run.config.dtype, 2 if narrow else 4, 4)
+    return Scene.of(
+        len(packed.ids), ring.ring_size, None, ring.layout, ring.route, documents=packed.documents, wire=wire,
+        backward=run.context.backward,
+    )  # fmt: skip
 
 
 def _step(run: Run, state: TrainState, batch: list[PackedSequence]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a run shows and writes, on rank 0 alone: progress bar, JSON lines, TensorBoard scalars, loss curve.
+"""What a run shows and writes, on rank 0 alone: progress bar, JSON lines, TensorBoard scalars, loss curve, pictures.
 
 None of it is worth the run: what cannot be written is told once, and training goes on. (A checkpoint is.)
 """
@@ -19,6 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ringspun.errors import RingspunError
+from ringspun.pictures import Scene
+from ringspun.pictures.notebook import pictures_of
+from ringspun.pictures.page import page
 from ringspun.train.log import Log
 from ringspun.train.output import write_whole
 
@@ -45,7 +48,7 @@ class Report:
     """Shows and writes the steps of one run; use as a context manager.
 
     Args:
-        folder: gets `log.jsonl`, `tensorboard/` and `loss.png`.
+        folder: gets `log.jsonl`, `tensorboard/`, `loss.png` and `ring.html`.
         steps: of the whole run.
         done: steps that a resumed run has already; later lines of an old log are dropped.
         console: where to print; a bar is drawn only on a terminal, elsewhere one line every 10 seconds.
@@ -89,6 +92,13 @@ class Report:
             self._on_board(self._board.close)
         if self._log.records:
             self._draw()
+
+    def sequence(self, scene: Scene) -> None:
+        """Writes `ring.html`: a page of pictures of how a sequence is shared out."""
+        try:
+            write_whole(self._folder / "ring.html", page(pictures_of(scene).figures).encode())
+        except RingspunError as problem:
+            self.say(f"ring.html is not drawn: {problem}")
 
     def say(self, text: str) -> None:
         """Prints one line; where nothing can be printed (to a file on a full disk), nothing."""
