@@ -23,9 +23,11 @@ PAGES = [
     (DOCS / "positions.md", 30),
     (DOCS / "context-schedule.md", 12),
     (DOCS / "loss.md", 35),
+    (DOCS / "halo.md", 23),
     (DOCS / "hybrid.md", 14),
     (DOCS / "planner.md", 34),
     (DOCS / "pictures.md", 6),
+    (DOCS / "training-memory.md", 43),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

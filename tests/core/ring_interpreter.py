@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, Rows, StepColumn, pack_slot
+from ringspun.core.route.base import KEPT, NONE, OWN, Action, MessageColumn, Moment, Rows, StepColumn, pack_slot
 from ringspun.core.wire import Payload, Side
 
 
@@ -78,13 +78,16 @@ class Wires:
 
 class Rank:
     """One rank's pass: `computes` are the steps that have pairs, `owners` the ranks that own the blocks, `parts` the
-    blocks that are put together as one more."""
+    blocks that are put together as one more, `kept` those that lie there from another pass, by slot."""
 
-    def __init__(self, rank, size, legs, computes, tokens, owners, wires, parts=()):
+    def __init__(self, rank, size, legs, computes, tokens, owners, wires, parts=(), kept=None):
         self.rank, self.legs, self.computes, self.tokens, self.wires = rank, legs, computes, tokens, wires
         self.size, self.owners, self.side = size, owners, getattr(legs, "side", Side.KEYS)
         self.parts, self.whole = set(parts), len(owners)
         self.slots = defaultdict(Slot)
+        for slot, block in (kept or {}).items():
+            self.slots[self.side.block, slot].owner = block
+        self.kept = kept
         self.own = defaultdict(Counter)
         self.open = {}
 
@@ -145,6 +148,7 @@ class Rank:
             if action == Action.RECEIVE:
                 check(slot > OWN or self.whole_there, f"{where}: unpacks where nothing is put together")
                 check(not place.sending and not place.receiving, f"{where}: overwrites")
+                check(slot < KEPT or (self.kept is None and place.owner is None), f"{where}: overwrites what is kept")
                 place.receiving, place.owner = True, None
             else:
                 if slot <= OWN:
@@ -152,7 +156,9 @@ class Rank:
                     check(not place.sending and not place.receiving, f"{where}: packs over what is under way")
                     place.owner, place.stride = source, stride
                     if payload == self.side.block:
-                        check(own, f"{where}: packs what is not its own")
+                        source_slot = self.legs.steps[step, StepColumn.SLOT]
+                        here = source_slot >= KEPT and self.slots[payload, source_slot].owner == source
+                        check(own or here, f"{where}: packs what is neither its own nor kept")
                     else:
                         whole = self.slots[payload, self.legs.steps[step, StepColumn.GRAD_SLOT]]
                         holds = whole.owner == self.whole and whole.stride == stride and source in self.parts
@@ -206,18 +212,21 @@ class Rank:
             self.own[block] += place.added
 
 
-def play(legs, computes, tokens, *, backward, seed=0, owners=None, parts=None):
+def play(legs, computes, tokens, *, backward, seed=0, owners=None, parts=None, kept=None):
     """Run every rank's pass to its end; who added to each block's gradients, how often, in order of their first time.
 
     Args:
         legs: anything with `steps` and `messages`, per rank. computes: per rank the steps that have pairs.
         tokens, owners: rows and rank of each block; default: block r is rank r's. parts: blocks that each rank puts
-            together; default: none.
+            together; default: none. kept: per rank the blocks that forward left, by slot; default: none.
     """
     rng, wires = np.random.default_rng(seed), Wires()
     owners = list(range(len(tokens))) if owners is None else list(map(int, owners))
     parts, tokens = [()] * len(legs) if parts is None else parts, list(map(int, tokens))
-    ranks = [Rank(r, len(legs), one, computes[r], tokens, owners, wires, parts[r]) for r, one in enumerate(legs)]
+    kept = [None] * len(legs) if kept is None else kept
+    ranks = [
+        Rank(r, len(legs), one, computes[r], tokens, owners, wires, parts[r], kept[r]) for r, one in enumerate(legs)
+    ]
     running = {r: rank.run(backward) for r, rank in enumerate(ranks)}
     while running:
         before, alive = wires.events, len(running)

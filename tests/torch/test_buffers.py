@@ -107,14 +107,14 @@ def test_plans_that_change_every_call_allocate_results_alone(dtype, layout):
     def call(lengths):
         seq_len = sum(lengths)
         plan = context.plan(seq_len, Causal() & Documents(lengths))
-        q, k, v, dout = (torch.randn(1, seq_len, 1, 64, dtype=dtype).transpose(1, 2) for _ in range(4))
+        q, k, v, dout = (torch.randn(1, seq_len, 1, 128, dtype=dtype).transpose(1, 2) for _ in range(4))
         inputs = [x.requires_grad_() for x in (q, k, v)]
 
         def both():
             ring._random.seed(0)  # in another order ranks may hold more buffers at once
             torch.autograd.grad(plan.attention(*inputs), inputs, dout)
 
-        return both, seq_len * 64 * dtype.itemsize
+        return both, seq_len * 128 * dtype.itemsize
 
     # bfloat16 without thin pieces, whose operands the kernel copies to float32
     some, others = ([2040, 2040], [2000, 2000]) if dtype == torch.bfloat16 else ([2100, 1980], [1900, 2101])

@@ -55,9 +55,9 @@ def test_forward_op_is_a_good_citizen(name):
 @pytest.mark.parametrize("with_lse", [True, False])
 def test_backward_op_is_a_good_citizen(with_lse, name):
     given, rest = inputs(name)
-    out, lse, call = attention_op(*given, *rest)
+    out, lse, *handed_on = attention_op(*given, *rest)
     dlse = torch.randn_like(lse) if with_lse else None
-    saved = (torch.randn_like(out), dlse, *given, out, lse, call, *rest)
+    saved = (torch.randn_like(out), dlse, *given, out, lse, *handed_on, *rest)
     torch.library.opcheck(attention_backward_op, (*saved, [True] * 5))
     some = [False, True, False, True, False]
     torch.library.opcheck(attention_backward_op, (*saved, some))
@@ -70,8 +70,8 @@ def test_backward_op_is_a_good_citizen(with_lse, name):
 def test_G10_the_ops_themselves_return_the_inputs_dtype(dtype, name):
     """Autograd casts gradients that come in another dtype, and so hides it."""
     given, rest = inputs(name, dtype=dtype)
-    out, lse, call = attention_op(*given, *rest)
-    saved = (torch.randn_like(out), None, *given, out, lse, call, *rest, [True] * 5)
+    out, lse, *handed_on = attention_op(*given, *rest)
+    saved = (torch.randn_like(out), None, *given, out, lse, *handed_on, *rest, [True] * 5)
     grads = attention_backward_op(*saved)
     assert out.dtype == dtype and all(g.dtype == dtype and g.is_contiguous() for g in grads)
     torch.library.opcheck(attention_backward_op, saved, test_utils="test_faketensor")
@@ -83,7 +83,7 @@ def test_one_graph_serves_every_plan():
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(q, k, v, handle):
-        out, lse, _ = attention_op(q * 2, k, v, None, None, handle, 0.3, 0.0)
+        out, lse, *_ = attention_op(q * 2, k, v, None, None, handle, 0.3, 0.0)
         return (out * out).sum() + lse.sum()
 
     compiled = torch.compile(function, backend=counter, fullgraph=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspun.cli import bench_machine, bench_peers, bench_strategies
+from ringspun.cli import bench_checkpointing, bench_context, bench_machine, bench_peers, bench_strategies
 from ringspun.cli.measured import BYTES, MOST_RANKS, measured_rows
 from ringspun.cli.options import bounded, integers, one_of, split_list
 from ringspun.core.host import cores
@@ -37,7 +37,9 @@ def _bench() -> None:
 app.command()(bench_machine.links)
 app.command()(bench_machine.kernels)
 app.command()(bench_strategies.strategies)
+app.command()(bench_checkpointing.checkpointing)
 app.command()(bench_peers.peers)
+app.command()(bench_context.context)
 
 
 @app.command()

@@ -117,7 +117,7 @@ class Memory:
     Args:
         inputs: q, k, v and dout. out: with lse and delta. leased: the pool's buffers: blocks and gradients on their way
             and sums that are not results themselves; what is given back stays there for the next to use.
-        gradients: results, so far. outputs: of one kernel call.
+        gradients: results, so far. outputs: of one kernel call. kept: blocks that forward leaves to backward.
     """
 
     inputs: int
@@ -125,11 +125,12 @@ class Memory:
     leased: int
     gradients: int
     outputs: int
+    kept: int = 0
 
     @property
     def total(self) -> int:
         """Sum of the items."""
-        return self.inputs + self.out + self.leased + self.gradients + self.outputs
+        return self.inputs + self.out + self.leased + self.gradients + self.outputs + self.kept
 
 
 BAND_ROWS, FULL_ROWS = 1024, 2048
@@ -161,14 +162,15 @@ def memory(schedule: Schedule, wire: Format, taken: Schedule | Turned | None = N
         results = [(end, narrow * (dq + dk + dv))]
     out = narrow * per_row * q * wire.value_size + 2 * wide * per_row * q
     inputs = narrow * (dq + dk + dv + per_row * q * wire.value_size)
-    pool, worst = _Pool(_forward_leases(schedule, wire), leases), Memory(inputs, out, 0, 0, 0)
+    pool, kept = _Pool(_forward_leases(schedule, wire), leases), schedule.kept_bytes(wire)
+    worst = Memory(inputs, out, 0, 0, 0, kept)
     for step in range(len(one) + 1):
         now = min(3 * step + 1, end)
         made = sum(size for first, size in results if first <= now)
         here = one.tiles_of(step).tolist() if step < len(tiled) else []
         stride = one.steps[min(step, len(one) - 1), [StepColumn.STRIDE, StepColumn.STRIDES]].tolist()
         outputs = narrow * max((_outputs(tile, wire.of_stride(*stride)) for tile in here), default=0)
-        found = Memory(inputs, out, pool.bytes_at(3 * step + 2), made, outputs)
+        found = Memory(inputs, out, pool.bytes_at(3 * step + 2), made, outputs, kept)
         worst = max(worst, found, key=lambda m: m.total)
     return worst
 

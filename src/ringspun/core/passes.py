@@ -12,7 +12,7 @@ from ringspun.core import needs
 from ringspun.core import tiles as tl
 from ringspun.core.partition import Partition
 from ringspun.core.readings import FIRST, LAST, Gathered
-from ringspun.core.route.base import OWN, Action, Legs, MessageColumn, Moment, StepColumn, carried, pack_slot
+from ringspun.core.route.base import KEPT, OWN, Action, Legs, MessageColumn, Moment, StepColumn, carried, pack_slot
 from ringspun.core.wire import Format, Payload, Side
 from ringspun.errors import PlanError
 
@@ -186,8 +186,9 @@ class Blocks:
         return found
 
     def slot_bytes(self, one: Pass, wire: Format) -> dict[tuple[Payload, int], int]:
-        """Buffers that a pass uses, and the bytes of the longest message, or block, in each."""
+        """Buffers that a pass uses, and the bytes of the longest message, or block, in each; what is kept excepted."""
         m = carried(one.messages, wire.kv_heads)
+        m = m[m[:, MessageColumn.SLOT] < KEPT]
         steps = one.steps[one.steps[:, StepColumn.STRIDE] < max(wire.kv_heads, 1)]
         used = m[:, _OF_SLOT].tolist()
         for slot, payload in ((StepColumn.SLOT, one.side.block), (StepColumn.GRAD_SLOT, one.side.gradients)):

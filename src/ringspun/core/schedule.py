@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -24,8 +24,10 @@ from ringspun.core.partition import Sides
 from ringspun.core.passes import Blocks, Pass, attach, nothing_gathered
 from ringspun.core.readings import Gathered, of_route
 from ringspun.core.route.auto import Auto
-from ringspun.core.route.base import Route
+from ringspun.core.route.base import KEPT, Action, MessageColumn, Route, StepColumn
+from ringspun.core.route.ring import passing
 from ringspun.core.text import shown
+from ringspun.core.wire import Format, Payload
 from ringspun.errors import PlanError
 
 FORMAT_VERSION = 4
@@ -85,6 +87,32 @@ class Schedule(Blocks):
     def local_tokens(self) -> int:
         """Query rows of this rank."""
         return int(self.tokens[self.ring_rank])
+
+    @cached_property
+    def kept(self) -> dict[int, int]:
+        """The blocks that forward leaves to backward, by slot."""
+        m = self.forward.messages
+        comes = (m[:, MessageColumn.ACTION] == Action.RECEIVE) & (m[:, MessageColumn.SLOT] >= KEPT)
+        return dict(sorted(m[comes][:, [MessageColumn.SLOT, MessageColumn.SOURCE]].tolist()))
+
+    @property
+    def kept_rows(self) -> tuple[int, ...]:
+        """Rows of each of them."""
+        return tuple(map(self.rows, self.kept.values()))
+
+    def kept_bytes(self, wire: Format) -> int:
+        """Bytes of all of them, as they came."""
+        return sum(wire.message_bytes(Payload.KV, rows) for rows in self.kept_rows)
+
+    @cached_property
+    def passing(self) -> Pass:
+        """`forward`, where no backward will come: it keeps nothing."""
+        if (self.forward.steps[:, StepColumn.SLOT] < KEPT).all():
+            return self.forward
+        steps, messages = self.forward.steps.copy(), self.forward.messages.copy()
+        for table, column in ((steps, StepColumn.SLOT), (messages, MessageColumn.SLOT)):
+            table[:, column] = passing(table[:, column])
+        return replace(self.forward, steps=steps, messages=messages)
 
     @cached_property
     def digest(self) -> bytes:

@@ -41,6 +41,8 @@ class Payload(IntEnum):
     DQ = 3
     HEADS = 4
     """Some heads of some rows, on their way between ranks that split heads (`ringspun.core.degrees`)."""
+    HALO = 5
+    """Rows that tokens of another rank need ahead of them (`ringspun.core.halo`), or their gradients."""
 
 
 class Side(Enum):

@@ -210,10 +210,15 @@ def kept_bytes(
     checkpointing: Checkpointing = "layer",
     *,
     method: Method = "ring",
+    kept_hops: int = 0,
 ) -> float:
-    """Bytes that forward keeps for backward, all layers."""
+    """Bytes that forward keeps for backward, all layers.
+
+    Args:
+        kept_hops: of the ring, whose blocks are kept too (`ringspun.core.route.Ring`).
+    """
     element = recipe.activation_bytes
-    per_token = model.hidden * element
+    per_token = (model.hidden + kept_hops * 2 * model.kv_width) * element
     if checkpointing != "layer":
         per_token += model.q_width * element + 4 * model.heads  # out and its lse
     if checkpointing == "none":  # both norms' outputs, the second residual, q, k, v, gate, up, their product

@@ -39,6 +39,7 @@ from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.execution import Options
 from ringspun.torch.groups import drivers_of_rings, place
+from ringspun.torch.halo import Halos
 from ringspun.torch.ops import KEPT_PER_CONTEXT
 from ringspun.torch.partition import Partition
 from ringspun.torch.pieces import Pieces
@@ -163,6 +164,7 @@ class ContextParallel:
         for ring in self.rings:
             ring.pieces = self.pieces  # chosen by all of the group's ranks, for all of its rings
         self._plans: Recent[bytes, Plan] = Recent(KEPT_PER_CONTEXT)
+        self.halos = Halos(self)
         self.options: tuple[Options, ...] = ()
         self.sdpa_used = False  # whether a plan stood for scaled_dot_product_attention: later ones are then ready to
 

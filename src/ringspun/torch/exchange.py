@@ -22,6 +22,7 @@ from torch import Tensor
 from ringspun.core.checks import Checks
 from ringspun.core.degrees import Degrees, HeadSplit
 from ringspun.core.partition import Partition, Sides
+from ringspun.core.wire import Payload
 from ringspun.torch import sharding
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Driver
@@ -101,7 +102,7 @@ class Exchange:
                 ]
                 for peer in row
             ]
-            return Swap(rank, mine, row, sent, shapes, put)
+            return Swap(Payload.HEADS, rank, mine, row, sent, shapes, put)
 
         return made, self._run(of_rank, kinds, of)
 
@@ -140,7 +141,7 @@ class Exchange:
                 ]
                 for v in range(len(row))
             ]
-            return Swap(rank, mine, row, sent, shapes, put)
+            return Swap(Payload.HEADS, rank, mine, row, sent, shapes, put)
 
         number = self._run(of_rank, kinds, of)
         return [x.to(y.dtype) for x, y in zip(made, first, strict=True)], number

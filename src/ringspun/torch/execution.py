@@ -75,7 +75,7 @@ class Calls:
     agreed: dict[str, str] = field(default_factory=dict)
     _sides: dict[Format, Side] = field(default_factory=dict)
     _digests: dict[Side, bytes] = field(default_factory=dict)
-    _walks: dict[Side | None, list[Walk]] = field(default_factory=dict)
+    _walks: dict[Side | bool, list[Walk]] = field(default_factory=dict)
 
     @property
     def grid(self) -> int:
@@ -127,33 +127,45 @@ class Calls:
         """Per rank, the tiles of forward's steps and of backward's."""
         return [_step_tiles(s.forward, s.backward) for s in self.schedules]
 
-    def _walks_of(self, backward: Side | None) -> list[Walk]:
-        """What each rank does in forward (None), or in backward while one side travels."""
-        if backward not in self._walks:
+    def _walks_of(self, which: Side | bool) -> list[Walk]:
+        """What each rank does in backward while one side travels; or in forward, keeping blocks for it or not."""
+        if which not in self._walks:
             here = zip(self.schedules, self._tiles, strict=True)
-            if backward is None:
-                self._walks[backward] = [Walk(s.forward, s, tiles) for s, (tiles, _) in here]
-            elif backward == Side.KEYS:
-                self._walks[backward] = [Walk(s.backward, s, tiles) for s, (_, tiles) in here]
+            if isinstance(which, bool):
+                self._walks[which] = [Walk(s.forward if which else s.passing, s, tiles) for s, (tiles, _) in here]
+            elif which == Side.KEYS:
+                self._walks[which] = [Walk(s.backward, s, tiles) for s, (_, tiles) in here]
             else:
                 turned = ways.turned(self.schedules)
-                self._walks[backward] = [Walk(one.backward, one, *_step_tiles(one.backward)) for one in turned]
-        return self._walks[backward]
+                self._walks[which] = [Walk(one.backward, one, *_step_tiles(one.backward)) for one in turned]
+        return self._walks[which]
 
     def jobs(
-        self, q: Tensor, wire: Format, kernel: Kernel, terms: Terms, rule: Rule | None, of: int | None = None
+        self,
+        q: Tensor,
+        wire: Format,
+        kernel: Kernel,
+        terms: Terms,
+        rule: Rule | None,
+        kept: Tensor,
+        of: int | None = None,
     ) -> list[Job]:
-        """One job per rank: of a forward call, or of the backward call `of` a forward call's number."""
+        """One job per rank: of a forward call, or of the backward call `of` a forward call's number.
+
+        Args:
+            kept: the memory of the blocks that forward leaves to backward, all ranks'; empty: it leaves none.
+        """
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
         phase, sums = 0 if of is None else 1 + of, self.checks.sums(number)
-        walks = self._walks_of(None if of is None else self.side(wire))
+        walks = self._walks_of(bool(kept.numel()) if of is None else self.side(wire))
+        parts = torch.split(kept, [s.kept_bytes(wire) for s in self.schedules]) if kept.numel() else [kept] * len(walks)
         jobs = []
         meters = (None,) * len(self.schedules) if phase or not self.meters else self.meters
-        for schedule, walk, log, meter in zip(self.schedules, walks, state.logs, meters, strict=True):
+        for schedule, walk, log, meter, mine in zip(self.schedules, walks, state.logs, meters, parts, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, walk)
             what = schedule, walk.one, walk.blocks, walk.tiles, kernel, wire, self.pool, terms, bias
-            jobs.append(Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter))
+            jobs.append(Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter, mine))
         return jobs
 
     def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, walk: Walk) -> RankBias:
@@ -188,12 +200,14 @@ class Execution:
         """About what the plan takes."""
         return self.calls.n_bytes
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    def run_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, kept: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[int, int]]:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
         kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
         mark = self._mark(q.device)
         calls.agree(TOPIC, wire, _facts(wire, kernel, terms, rule) | {"bias at some positions": hex(mark)})
-        jobs = calls.jobs(q, wire, kernel, terms, rule)
+        jobs = calls.jobs(q, wire, kernel, terms, rule, kept)
         if q.shape[0] == 0:
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype)), (jobs[0].call, mark)
@@ -219,6 +233,7 @@ class Execution:
         out: Tensor,
         lse: Tensor,
         call: tuple[int, int],
+        kept: Tensor,
     ) -> tuple[Tensor, ...]:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
         kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
@@ -232,7 +247,7 @@ class Execution:
             )
             calls.fail(failure)
             raise failure
-        jobs = calls.jobs(q, wire, kernel, terms, rule, of=call[0])
+        jobs = calls.jobs(q, wire, kernel, terms, rule, kept, of=call[0])
         if q.shape[0] == 0:
             shared = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (terms.sinks, terms.bias))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *shared

@@ -41,6 +41,7 @@ class Job:
             backward 1 + the number of the forward call that it belongs to.
         log: this rank's. sync_steps: whether all ranks finish a step before the next.
         sums: whether messages carry checksums. meter: measures the call, if one does.
+        kept: memory of the blocks that forward leaves to backward (bytes); empty: it leaves none.
     """
 
     schedule: Schedule
@@ -58,7 +59,8 @@ class Job:
     log: StepLog
     sync_steps: bool
     sums: bool
-    meter: Meter | None = None
+    meter: Meter | None
+    kept: Tensor
 
     @property
     def parts(self) -> list[slice]:

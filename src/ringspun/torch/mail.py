@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspun.core.route.base import NONE, OWN, Action, MessageColumn, Moment, StepColumn, carried, pack_slot
+from ringspun.core.route.base import KEPT, NONE, OWN, Action, MessageColumn, Moment, StepColumn, carried, pack_slot
 from ringspun.core.wire import Format, Header, Payload, Side
 from ringspun.steplog import What
 from ringspun.steplog.log import call_words
@@ -52,6 +52,7 @@ class Mail:
         self._device = own[0].device
         self._slots: dict[tuple[Payload, int], Tensor] = {}
         self._slot_bytes = job.blocks.slot_bytes(job.one, job.wire)
+        self._kept = _by_slot(job)
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
         note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
         self.note = note if job.meter is None else job.meter.hearing(note)
@@ -239,6 +240,8 @@ class Mail:
 
     def _buffer(self, held: _Held) -> Tensor:
         key = held.payload, held.slot
+        if held.slot >= KEPT:
+            return self._kept[held.slot]
         if key not in self._slots:
             self._slots[key] = self._job.pool.lease(self._slot_bytes[key], self._device)
         return self._slots[key][: self._wire(held).message_bytes(held.payload, self._blocks.rows(held.block))]
@@ -256,9 +259,16 @@ class Mail:
         return tuple(x[:, self._heads(kv_heads)] for x in self._own)
 
     def _pack(self, row: NDArray[np.int64]) -> None:
-        """What a message carries: the rank's own rows, or of the step's gradients those of one owner's rows."""
+        """What a message carries: the rank's own rows, another's that were kept, or of the step's gradients those of
+        one owner's rows."""
         held = self._of_message(row)
-        if held.payload == self._pass.side.block:
+        if held.payload == self._pass.side.block and self._blocks.owner(held.block) != self._me:
+            step = self._pass.steps[row[MessageColumn.STEP]]
+            parts, sources = (
+                [(slice(None), slice(None))],
+                self._views(self._of_step(step, held.payload, StepColumn.SLOT)),
+            )
+        elif held.payload == self._pass.side.block:
             rows = self._indices(self._blocks.travelling_rows(held.block))
             parts, sources = [(slice(None), rows)], self._own_of(held.heads)
         else:
@@ -268,6 +278,14 @@ class Mail:
         for view, source in zip(self._views(held), sources, strict=True):
             for into, rows in parts:
                 view[:, :, into] = source[:, :, rows]
+
+
+def _by_slot(job: Job) -> dict[int, Tensor]:
+    """The memory of each block that forward leaves to backward."""
+    if not job.kept.numel():
+        return {}
+    sizes = [job.wire.message_bytes(Payload.KV, rows) for rows in job.schedule.kept_rows]
+    return dict(zip(job.schedule.kept, torch.split(job.kept, sizes), strict=True))
 
 
 def _copy(x: Tensor) -> Tensor:

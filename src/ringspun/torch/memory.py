@@ -17,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Peak:
-    """The result of `peak_memory`, filled in when its block ends."""
+    """The result of `peak_memory`, filled in when its block ends; `left` is what is alive then."""
 
     bytes: int = 0
+    left: int = 0
 
 
 @contextmanager
@@ -43,3 +44,4 @@ def peak_memory() -> Iterator[Peak]:
     for event in sorted(events, key=lambda event: event.start_ns()):
         level += event.nbytes()
         peak.bytes = max(peak.bytes, level)
+    peak.left = level

@@ -20,6 +20,7 @@ from ringspun.torch.kernels.base import Terms, accumulator_dtype
 from ringspun.torch.recent import Recent
 
 if TYPE_CHECKING:
+    from ringspun.torch import halo
     from ringspun.torch.exchange import Exchange
 
 KEPT_PER_CONTEXT = 1024
@@ -45,8 +46,11 @@ H = TypeVar("H", bound=Held)
 class Executable(Held, Protocol):
     """A plan with the options of a call fixed."""
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, tuple[int, int]]:
-        """``(out, lse)`` of the rows that this process holds; the number of the call, and a mark of its bias."""
+    def run_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, kept: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        """``(out, lse)`` of the rows that this process holds; the number of the call, and a mark of its bias. `kept`,
+        where it is not empty, is filled with what backward wants of the blocks that came."""
 
     def run_backward(
         self,
@@ -58,9 +62,10 @@ class Executable(Held, Protocol):
         out: Tensor,
         lse: Tensor,
         call: tuple[int, int],
+        kept: Tensor,
     ) -> tuple[Tensor, ...]:
         """``(dq, dk, dv, dsinks, dbias)``, the last two this process's shares and in the accumulators' dtype (empty
-        where there is no such input); `call` is what the forward call gave."""
+        where there is no such input); `call` and `kept` are what the forward call gave."""
 
 
 class Grads(NamedTuple):
@@ -124,6 +129,7 @@ class Registry(Generic[H]):
 
 REGISTRY: Registry[Executable] = Registry()
 EXCHANGES: Registry[Exchange] = Registry()
+HALOS: Registry[halo.Exchange] = Registry()
 
 
 @torch.library.custom_op("ringspun::attention", mutates_args=())
@@ -136,11 +142,13 @@ def attention_op(
     handle: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ring attention of one plan: ``(out, lse, call)``; `call` ties its backward to it: the call's number, and a mark
-    of its bias."""
-    out, lse, call = REGISTRY.get(handle).run_forward(q, k, v, Terms(scale, softcap, sinks, bias))
-    return out, lse, torch.tensor(call)
+    kept_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ring attention of one plan: ``(out, lse, call, kept)``; `call` ties its backward to it: the call's number, and a
+    mark of its bias; `kept` are the blocks that the plan leaves to backward, `kept_bytes` long (0: none are)."""
+    kept = q.new_empty(kept_bytes, dtype=torch.uint8)
+    out, lse, call = REGISTRY.get(handle).run_forward(q, k, v, Terms(scale, softcap, sinks, bias), kept)
+    return out, lse, torch.tensor(call), kept
 
 
 @attention_op.register_fake
@@ -153,10 +161,11 @@ def _(
     handle: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kept_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    return out, lse, torch.empty(2, dtype=torch.int64, device="cpu")
+    return out, lse, torch.empty(2, dtype=torch.int64, device="cpu"), q.new_empty(kept_bytes, dtype=torch.uint8)
 
 
 @torch.library.custom_op("ringspun::attention_backward", mutates_args=())
@@ -171,6 +180,7 @@ def attention_backward_op(
     out: Tensor,
     lse: Tensor,
     call: Tensor,
+    kept: Tensor,
     handle: int,
     scale: float,
     softcap: float,
@@ -180,7 +190,8 @@ def attention_backward_op(
     return None."""
     inputs = (q, k, v, sinks, bias)
     given, terms = Grads(dout, dlse, tuple(needs)), Terms(scale, softcap, sinks, bias)
-    grads = REGISTRY.get(handle).run_backward(given, q, k, v, terms, out, lse, (int(call[0]), int(call[1])))
+    numbers = int(call[0]), int(call[1])
+    grads = REGISTRY.get(handle).run_backward(given, q, k, v, terms, out, lse, numbers, kept)
     dq, dk, dv, dsinks, dbias = (
         g.to(x.dtype) if need and x is not None else q.new_empty(0)
         for g, need, x in zip(grads, needs, inputs, strict=True)
@@ -191,7 +202,8 @@ def attention_backward_op(
 @attention_backward_op.register_fake
 def _(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None,
-    out: Tensor, lse: Tensor, call: Tensor, handle: int, scale: float, softcap: float, needs: list[bool],
+    out: Tensor, lse: Tensor, call: Tensor, kept: Tensor, handle: int, scale: float, softcap: float,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, dsinks, dbias = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else q.new_empty(0)
@@ -200,18 +212,19 @@ def _(
     return dq, dk, dv, dsinks, dbias
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.handle, ctx.scale, ctx.softcap = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.handle, ctx.scale, ctx.softcap, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse, call = ctx.saved_tensors
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, call, kept = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     needs = list(ctx.needs_input_grad[:5])
-    grads = attention_backward_op(dout, dlse, *tensors, out, lse, call, ctx.handle, ctx.scale, ctx.softcap, needs)
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None)
+    saved = *tensors, out, lse, call, kept
+    grads = attention_backward_op(dout, dlse, *saved, ctx.handle, ctx.scale, ctx.softcap, needs)
+    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None)
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> None:

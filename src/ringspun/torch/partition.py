@@ -12,7 +12,8 @@ from ringspun.core import partition as core_partition
 from ringspun.core.mask import Documents, Mask
 from ringspun.core.schedule import Schedule
 from ringspun.errors import PlanError, RingspunError
-from ringspun.torch import sharding
+from ringspun.torch import sharding, short_layers
+from ringspun.torch.halo import Halo, widened
 
 if TYPE_CHECKING:
     from ringspun.torch.context import ContextParallel
@@ -32,6 +33,8 @@ class Partition:
         row_documents: tuple[Documents | None, ...] | None = None,
     ) -> None:
         self.context, self.core, self.row_documents = context, core, row_documents
+        # here, for a traced call can make none
+        self.halos = {} if row_documents is not None or core.start else context.halos.ready(core)
 
     @property
     def seq_len(self) -> int:
@@ -103,6 +106,51 @@ class Partition:
                 things (dim, other dims, dtype, partition).
         """
         return sharding.gather(self.core, self.context.driver, x, dim)
+
+    def halo(self, x: Tensor, *, before: int, dim: int = 1) -> Halo:
+        """The rows of this process with the `before` tokens that precede each in its document. Collective.
+        Differentiable, twice too: gradients go home and are summed in the order of ranks, in float32 (float64).
+
+            wide, rows = part.halo(x, before=3)              # x [B, T, C], wide [B, W, C], rows [T]
+            wide.index_select(1, rows - j)                   # the j-th token before each, for j = 0 .. 3
+            conv(wide)[:, rows]                              # any function that looks at most 3 rows back
+
+        Between two tokens of one document, W has the rows between them, but at most `before`; before the first
+        `before` of them, zeros where its document, or the sequence, has no more. So it is little more than T
+        where tokens lie side by side, and up to ``min(R, before + 1)`` times T for `Striped`. Padding belongs to
+        no document: it is seen by nobody and stands for zeros itself.
+
+        Args:
+            x: this process's rows along `dim`, of any dtype. before: tokens n, of any number; all that lie between a
+                rank's tokens and n back travel, so it should be small.
+        Raises:
+            PlanError: a number that is none; documents that differ between batch rows; a sequence that starts
+                elsewhere. ShapeError, DtypeError: a tensor that cannot be widened. PlanMismatchError: ranks call with
+                different things. Others as `Plan.attention`.
+        """
+        return widened(self, x, before, dim)
+
+    def shift(self, x: Tensor, by: int = 1, *, dim: int = 1) -> Tensor:
+        """Of each row of this process, the row `by` tokens before it in its document; zeros where there is none.
+        Collective. Differentiable. Arguments and errors as `halo`.
+
+        Source: token shift of RWKV, arXiv 2305.13048.
+        """
+        return short_layers.shift(self, x, by, dim)
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int = 1) -> Tensor:
+        """A short causal depthwise convolution over the sequence, each document by itself. Collective. Differentiable.
+
+            out[t, c] = bias[c] + sum over j < K of weight[c, K - 1 - j] x[t - j, c]
+
+        Args:
+            x: this process's rows, ``[B, T, C]``, or ``[B, C, T]`` with ``dim=2``. weight: ``[C, K]``, or ``[C, 1, K]``
+                as `torch.nn.Conv1d` of C groups has it; x's dtype, but under autocast. bias: ``[C]``.
+        Returns:
+            as x; padding: the bias. Gradients of weight and bias are this rank's shares.
+        Raises: as `halo`; ShapeError, DtypeError also for a weight or bias that does not fit.
+        """
+        return short_layers.causal_conv1d(self, x, weight, bias, dim)
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The shard of a language-model batch ``[B, S]``, labels shifted *before* they are cut.

@@ -19,6 +19,7 @@ from ringspun.core.partition import Sides
 from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.core.text import shown
+from ringspun.core.wire import segments
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs, sdpa
 from ringspun.torch.bias import Bias, Rule
@@ -66,8 +67,10 @@ class Plan:
     ) -> None:
         self._context, self._sides, self._mask, self.schedules = context, sides, mask, schedules
         self._route = route
+        self._queries = Partition(context, sides.queries, self._row_documents)
         here = context.driver.ring_ranks
         self._rows = sides.queries.rows_of(here), sides.keys.rows_of(here)  # ints: traced calls guard on them
+        self._kept_rows = [rows for s in schedules for rows in s.kept_rows]
         number = context.number.to_bytes(8, "little")
         plan_id = int.from_bytes(hashlib.blake2b(schedules[0].inputs + number, digest_size=7).digest(), "little")
         asked = context.checks, context.sync_steps
@@ -93,7 +96,7 @@ class Plan:
     @property
     def queries(self) -> Partition:
         """Who holds which query."""
-        return Partition(self._context, self._sides.queries, self._row_documents)
+        return self._queries
 
     @property
     def _row_documents(self) -> tuple[Documents | None, ...] | None:
@@ -197,8 +200,15 @@ class Plan:
             self._calls.fail(failure)
             raise
         handle = self._handle(Options(asked.kernel, rule))
-        out, lse, _ = attention_op(q, k, v, asked.sinks, values, handle, call.scale, call.softcap)
+        given = q, k, v, asked.sinks, values
+        kept_bytes = self._kept_bytes(k, v) if self._kept_rows and _backward_may_come(given) else 0
+        out, lse, *_ = attention_op(*given, handle, call.scale, call.softcap, kept_bytes)
         return (out, lse) if return_lse else out
+
+    def _kept_bytes(self, k: Tensor, v: Tensor) -> int:
+        """Bytes of the blocks that forward leaves to backward, all ranks' of this process (`Schedule.kept_bytes`)."""
+        shapes = [[(*x.shape[:2], rows, x.shape[3]) for x in (k, v)] for rows in self._kept_rows]
+        return sum(segments(both, [k.itemsize, v.itemsize])[1] for both in shapes)
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Rule | None, Tensor | None, Call]:
         """The rule and tensor of a bias, and the facts of a call; raises what is wrong with its arguments."""
@@ -353,6 +363,10 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self._words}, tokens={self._sides.queries.tokens.tolist()})"
+
+
+def _backward_may_come(given: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def check_schedules(

@@ -1,4 +1,5 @@
-"""A swap: every rank of a row sends every other some tensors and gets some; what an exchange of heads is made of."""
+"""A swap: every rank of a row sends every other some tensors and gets some; what exchanges of heads and halos are made
+of."""
 
 from __future__ import annotations
 
@@ -22,16 +23,23 @@ class Swap:
     """What one rank does in an exchange, v counting the ranks of its row.
 
     Args:
-        rank: of the group. mine: its v. row: ranks. sent: ``sent[v][i]``, what v gets of tensor i. shapes:
-            ``shapes[v][i]``, of what comes. put: ``put(v, i, x)`` places what came; called in the order of v.
+        payload: what it carries. rank: of the group. mine: its v. row: ranks. sent: ``sent[v][i]``, what v gets of
+            tensor i. shapes: ``shapes[v][i]``, of what comes. put: ``put(v, i, x)`` places what came; called in the
+            order of v.
     """
 
+    payload: Payload
     rank: int
     mine: int
     row: tuple[int, ...]
     sent: list[list[Tensor]]
     shapes: list[list[tuple[int, ...]]]
     put: Callable[[int, int, Tensor], None]
+
+    @property
+    def what(self) -> str:
+        """The payload in words."""
+        return "heads" if self.payload == Payload.HEADS else "rows ahead of tokens"
 
 
 class _Parcel(NamedTuple):
@@ -75,9 +83,9 @@ def swapped(
         buffer = pool.lease(length, swap.sent[v][which[0]].device)
         leased.append(buffer)
         source = swap.rank if sends else peer
-        header = Header(plan_id, call, phase, Payload.HEADS, step, source, length)
-        log.note(call, phase, What.SEND if sends else What.RECEIVE, step, 0, Payload.HEADS, source, peer, length)
-        words = f"heads of rank {source} at step {step} of call {call}"
+        header = Header(plan_id, call, phase, swap.payload, step, source, length)
+        log.note(call, phase, What.SEND if sends else What.RECEIVE, step, 0, swap.payload, source, peer, length)
+        words = f"{swap.what} of rank {source} at step {step} of call {call}"
         views = messages.views(buffer, spots, dtypes)
         return _Parcel(buffer, views, Transfer(action, peer, buffer, words, header), header)
 
@@ -102,7 +110,8 @@ def swapped(
         yield ticket
         log.note(call, phase, What.LANDED, step, 0)
         for one in expected:
-            words = f"rank {swap.rank}: the heads that rank {one.header.source} sent at step {step} of call {call}"
+            sent = f"that rank {one.header.source} sent at step {step} of call {call}"
+            words = f"rank {swap.rank}: the {swap.what} {sent}"
             messages.check(one.buffer, one.header, words, sums=sums)
     for v, parts in enumerate(found):
         for i, part in enumerate(parts):

@@ -15,10 +15,16 @@
     context_schedule.py  contexts that grow in stages
     model.py          the Llama of a config, and its loss on one rank's shard
     loss.py           a rank's share of the mean loss, in chunks; of several tokens ahead
+    chunked_loss.py   the same of a linear head, without its logits
+    causal_lm.py      the same of any Hugging Face causal language model
+    blockwise.py      token-wise functions a block of tokens at a time, forward and backward
+    blockwise_layer.py  a transformer layer of them
+    decoder_blocks.py  the feed-forward layers of any Hugging Face decoder, run so
     targets.py        labels of several tokens ahead, shifted and cut
     mean.py           what the mean is over: targets of ring, replicas and micro-batches
     metrics.py        accuracy, entropy, perplexity over exactly the loss tokens
     gradients.py      the factor of DDP and FSDP; norm and clipping over meshes
+    recompute.py      activation checkpointing by policy: what is kept of a layer, what runs again
     mesh.py           the flat gradient, its one all-reduce, and the check for NaN and Inf
     loop.py           the training loop
     checkpointing.py  checkpoints written whole or not at all

@@ -89,6 +89,25 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="bfloat16: autocast over float32 parameters. float32: no autocast."
     )
+    checkpointing: Literal["none", "layer", "attention", "ring_step"] = Field(
+        default="none",
+        description="What of each layer is kept for backward: everything; its input; that and what attention gave; "
+        "that and the keys and values of `kept_hops` hops of the ring. The rest is computed again. See "
+        "[training memory](training-memory.md#checkpointing).",
+    )
+    kept_hops: int = Field(
+        default=0,
+        ge=0,
+        description='Hops of the ring whose keys and values are kept; at least 1 with `checkpointing = "ring_step"`, '
+        "else 0. `ranks` - 1 are all.",
+    )
+    feed_forward_block: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens whose feed-forward activations are alive at once; backward computes them again. "
+        "Default: all of a rank's, kept.",
+    )
+    loss_chunk: int = Field(default=1024, gt=0, description="Tokens whose logits are alive at once.")
     steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
     lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     final_lr: float = Field(
@@ -137,6 +156,15 @@ class TrainConfig(Section):
         raise ValueError(
             f"every rank must hold a token; got seq_len = {self.seq_len}, ranks = {self.ranks}, "
             f"layout = {self.layout!r}. Give fewer ranks or a longer sequence."
+        )
+
+    @model_validator(mode="after")
+    def _hops_are_kept(self) -> Self:
+        if (self.checkpointing == "ring_step") == (self.kept_hops > 0):
+            return self
+        raise ValueError(
+            f"kept_hops must be at least 1 with checkpointing = 'ring_step', and 0 else; got {self.kept_hops} with "
+            f"{self.checkpointing!r}."
         )
 
     @model_validator(mode="after")

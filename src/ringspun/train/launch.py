@@ -28,6 +28,7 @@ from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
+from ringspun.train.model import route_of
 from ringspun.train.output import CHECKPOINTS, claimed
 
 _TIMEOUT_S = 600
@@ -111,7 +112,9 @@ def _train(job: Job, mesh: Mesh) -> None:
     from ringspun.train.proof import prove
 
     torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    context = ContextParallel(mesh.group, layout=parse_layout(job.config.layout), timeout_s=_TIMEOUT_S)
+    context = ContextParallel(
+        mesh.group, layout=parse_layout(job.config.layout), route=route_of(job.config), timeout_s=_TIMEOUT_S
+    )
     run = Run(job.config, job.corpus, context, mesh, job.hooks)
     state = train(run)
     if job.prove:

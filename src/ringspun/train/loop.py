@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from ringspun.torch import ContextParallel
 
 # A resumed run may change these; everything else must be as it was.
-_MAY_CHANGE = {"ranks", "layout", "steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "output"}
+_MAY_CHANGE = {
+    *("ranks", "layout", "checkpointing", "kept_hops", "feed_forward_block", "loss_chunk"),
+    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "output"),
+}
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ def _step(run: Run, state: TrainState, packed: PackedSequence) -> tuple[float, f
     number = state.step + 1
     state.gradient.zero_()
     with _autocast(run.config):
-        share = shard_loss(state.model, Shard.of(packed, run.context))
+        share = shard_loss(state.model, Shard.of(packed, run.context), chunk_tokens=run.config.loss_chunk)
     share.backward()  # type: ignore[no-untyped-call]
     if run.hooks.after_backward is not None:
         run.hooks.after_backward(number, state.model)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ringspun import Causal
+from ringspun.core.route import Ring, Route
 from ringspun.integrations import transformers as hf
+from ringspun.train.chunked_loss import Head, Terms, linear_token_loss
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import END_OF_DOCUMENT, VOCAB_SIZE, PackedSequence
-from ringspun.train.loss import chunked_token_loss
+from ringspun.train.decoder_blocks import apply_blockwise
+from ringspun.train.recompute import apply_checkpointing
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel, Plan
@@ -23,14 +26,29 @@ def build_model(config: TrainConfig, *, on_ring: bool = True) -> nn.Module:
 
     Args:
         config: the run.
-        on_ring: False leaves it an ordinary model.
+        on_ring: False leaves it an ordinary model, without blocks.
     """
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = cast(nn.Module, LlamaForCausalLM(_llama_config(config))).float()
-    return hf.prepare(model) if on_ring else model
+    if not on_ring:
+        return model
+    if config.feed_forward_block is not None:
+        apply_blockwise(model, config.feed_forward_block)
+    return _checkpointed(hf.prepare(model), config)
+
+
+def route_of(config: TrainConfig) -> Route:
+    """The ring's route: whose forward leaves to backward what the config says."""
+    return Ring(kept_hops=config.kept_hops or None)
+
+
+def _checkpointed(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """Its layers as the config says; how many blocks a ring keeps is said by its route."""
+    apply_checkpointing(model, "attention" if config.checkpointing == "ring_step" else config.checkpointing)
+    return model
 
 
 def _llama_config(config: TrainConfig) -> Any:
@@ -77,10 +95,15 @@ class Shard:
         )
 
 
-def shard_loss(model: nn.Module, shard: Shard) -> Tensor:
-    """This rank's share of the mean loss; the sum over the ranks is the mean."""
+def shard_loss(model: nn.Module, shard: Shard, *, chunk_tokens: int = 1024) -> Tensor:
+    """This rank's share of the mean loss; the sum over the ranks is the mean.
+
+    Args:
+        model: of `build_model`. shard: this rank's. chunk_tokens: tokens whose logits are alive at once.
+    """
     llama = cast(Any, model)
     hidden = llama.model(
         input_ids=shard.input_ids, position_ids=shard.position_ids, **{hf.PLAN_KEYWORD: shard.plan}
     ).last_hidden_state
-    return chunked_token_loss(hidden, llama.lm_head, shard.targets, total_targets=shard.total_targets)
+    head, terms = Head(llama.lm_head.weight), Terms(chunk_tokens=chunk_tokens)
+    return linear_token_loss(hidden, head, shard.targets, total_targets=shard.total_targets, terms=terms)

@@ -30,6 +30,8 @@ from ringspun.core.wire import Payload
 Rows = NDArray[np.int64]
 NONE = -1
 OWN = -1
+KEPT = 1 << 20
+"""From this slot on, blocks lie in memory that forward leaves to backward, one a slot, and stay there as they came."""
 
 
 class StepColumn(IntEnum):
@@ -54,8 +56,9 @@ class MessageColumn(IntEnum):
     which stride of how many (0 of 1: all heads); buffer slot; step that waits for it, at the same moment.
 
     Slot ``OWN - n`` is slot n for the message alone. What is sent from there is packed first: keys out of the rank's
-    own, gradients out of those of the step's block. What is received there is unpacked at once: keys into the block
-    of the step that waited, gradients are added to the rank's own."""
+    own, or, where they are another's, out of the step's block; gradients out of those of the step's block. What is
+    received there is unpacked at once: keys into the block of the step that waited, gradients are added to the rank's
+    own."""
 
     STEP = 0
     MOMENT = 1

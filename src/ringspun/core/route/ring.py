@@ -11,6 +11,14 @@ rank that computes with it, follow it down the ring one step behind, and go stra
 rank keeps its own share and adds what arrives. Backward computes its own block last: the gradients that come home are
 waited for behind it, and until then nobody holds a sum of its own beside those that travel. Blocks may be smaller than
 a shard (`ringspun.core.route.pieces`).
+
+With `kept_hops` = n, forward leaves the blocks of its first n hops to backward, which sends only those of the others:
+
+    R = 4, n = 2, rank 0's backward    step 0   step 1   step 2   step 3   step 4
+                          computes              3, kept  2, kept  1        0
+                          sends                          2                          and dK, dV as ever
+
+Of the first hops, because backward waits for the very first block with nothing to compute meanwhile: that one is there.
 Source: Ring Attention, arXiv 2310.01889, there with R hops and no cuts.
 """
 
@@ -22,6 +30,7 @@ import numpy as np
 
 from ringspun.core.host import is_integer
 from ringspun.core.route.base import (
+    KEPT,
     NONE,
     OWN,
     Action,
@@ -50,15 +59,30 @@ class Ring(Route):
 
     Args:
         block_size: most rows of a block (tokens); None: a rank's whole shard.
+        kept_hops: of how many hops, at most, forward leaves the blocks to backward, each as many bytes as one message;
+            R - 1 are all. None: of none. Keys travel in backward then, never queries.
     Raises:
-        PlanError: it is no number of tokens.
+        PlanError: no number of tokens, no number of hops, or both.
     """
 
     block_size: int | None = None
+    kept_hops: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size is not None and not (is_integer(self.block_size) and self.block_size >= 1):
             raise PlanError(f"block_size must be a number of tokens >= 1; got {self.block_size!r}.")
+        if self.kept_hops is None:
+            return
+        if not (is_integer(self.kept_hops) and self.kept_hops >= 1):
+            raise PlanError(f"kept_hops must be a number of hops >= 1; got {self.kept_hops!r}. None keeps no block.")
+        if self.block_size is not None:
+            raise PlanError(
+                f"kept_hops must come with whole shards; got block_size={self.block_size!r} too. Leave one out."
+            )
+
+    @property
+    def turns(self) -> bool:
+        return self.kept_hops is None and super().turns
 
     @property
     def cutting(self) -> Cutting:
@@ -79,7 +103,8 @@ class Ring(Route):
         first, last = np.full(size, size, np.int64), np.zeros(size, np.int64)
         np.minimum.at(first, pairs[travels, 1], hop[travels])
         np.maximum.at(last, pairs[travels, 1], hop[travels])
-        return BoundRing(needs.tokens, first, last)
+        kept = min(self.kept_hops or 0, int(last.max(initial=0)))
+        return BoundRing(needs.tokens, first, last, kept)
 
 
 @dataclass(frozen=True)
@@ -88,12 +113,13 @@ class BoundRing(BoundRoute):
 
     Args:
         tokens: rows of each rank's block. first, last: step at which a rank other than its owner first and last
-            computes with each block (R and 0 where none does).
+            computes with each block (R and 0 where none does). kept: hops whose blocks are left to backward.
     """
 
     tokens: Rows
     first: Rows
     last: Rows
+    kept: int = 0
 
     def forward(self, ring_rank: int) -> Legs:
         return legs(self._steps(ring_rank, self._hops + 1), self._blocks(ring_rank))
@@ -108,7 +134,7 @@ class BoundRing(BoundRoute):
         travels = (self.first[source] <= t) & (t <= self.last[source])
         steps[:, StepColumn.GRAD_SLOT] = np.where(travels, t % SLOTS, OWN)
         steps[:, StepColumn.GRAD_FRESH] = travels & (t == self.first[source])
-        tables = [*self._blocks(ring_rank), *self._gradients(ring_rank, t[travels], source[travels])]
+        tables = [*self._blocks(ring_rank, self.kept), *self._gradients(ring_rank, t[travels], source[travels])]
         home = int(self.last[ring_rank])
         if home:
             slot = SLOTS if travels[home + 1] else (home + 1) % SLOTS  # a third where the next step's is taken
@@ -119,7 +145,7 @@ class BoundRing(BoundRoute):
         return legs(steps, tables)
 
     def sent(self, size: int) -> Rows:
-        return tally(self.tokens, self.last, np.maximum(self.last - self.first + 1, 0))
+        return tally(self.tokens, np.maximum(self.last - self.kept, 0), np.maximum(self.last - self.first + 1, 0))
 
     @property
     def _hops(self) -> int:
@@ -129,7 +155,7 @@ class BoundRing(BoundRoute):
         t = np.arange(count)
         steps = np.empty((count, len(StepColumn)), np.int64)
         steps[:, StepColumn.SOURCE] = (ring_rank - t) % len(self.tokens)
-        steps[:, StepColumn.SLOT] = np.where(t == 0, OWN, t % SLOTS)
+        steps[:, StepColumn.SLOT] = self._slots(t)
         steps[:, StepColumn.GRAD_SLOT] = OWN
         steps[:, StepColumn.GRAD_FRESH] = 0
         steps[:, StepColumn.HOME_SLOT] = NONE
@@ -149,9 +175,14 @@ class BoundRing(BoundRoute):
     ) -> Rows:
         return messages(t, moment, action, payload, peers=peer, sources=source, tokens=self.tokens, slots=slot)
 
-    def _blocks(self, ring_rank: int) -> list[Rows]:
-        """Step t sends the block it computes with to the next rank and receives the next step's from the previous."""
-        size, t = len(self.tokens), np.arange(self._hops)
+    def _slots(self, t: Rows) -> Rows:
+        """Where the block of each step lies."""
+        return np.where(t == 0, OWN, np.where(t <= self.kept, KEPT - 1 + t, t % SLOTS))
+
+    def _blocks(self, ring_rank: int, kept: int = 0) -> list[Rows]:
+        """Step t sends the block it computes with to the next rank and receives the next step's from the previous; but
+        for the first hops, whose blocks were `kept`. Of a kept one a copy is sent on, for it stays as it is."""
+        size, t = len(self.tokens), np.arange(kept, self._hops)
         tables = []
         for action, source in (
             (Action.SEND, (ring_rank - t) % size),
@@ -159,7 +190,9 @@ class BoundRing(BoundRoute):
         ):
             goes = t < self.last[source]
             peer = (ring_rank + (1 if action == Action.SEND else -1)) % size
-            slot = np.where(t == 0, OWN, t % SLOTS) if action == Action.SEND else (t + 1) % SLOTS
+            slot = self._slots(t) if action == Action.SEND else self._slots(t + 1)
+            if kept and action == Action.SEND:
+                slot = np.where(t == kept, OWN - t % SLOTS, slot)
             tables.append(self._rows(t[goes], Moment.BEFORE, action, Payload.KV, peer, source[goes], slot[goes]))
         return tables
 
@@ -175,3 +208,8 @@ class BoundRing(BoundRoute):
             sends,
             self._rows(at, Moment.AFTER, Action.RECEIVE, Payload.DKV, previous, source[arrives], slot),
         ]
+
+
+def passing(slots: Rows) -> Rows:
+    """Slots of a pass that keeps nothing, from those of one that does: the block of every hop lies where it passes."""
+    return np.where(slots >= KEPT, (slots - KEPT + 1) % SLOTS, slots)

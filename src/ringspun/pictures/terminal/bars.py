@@ -13,7 +13,7 @@ from ringspun.pictures.units import count, n_bytes, seconds
 
 WIDTH = 50
 LINE = 60
-_ITEMS = "█▓▒░▚"
+_ITEMS = "█▓▒░▚◆"
 """A glyph for each item."""
 
 
