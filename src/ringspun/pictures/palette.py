@@ -22,7 +22,7 @@ KIND_COLOURS = {
     Kind.BAND: PURPLE,
     Kind.MIXED: SKY,
 }
-ITEM_COLOURS = {"inputs": BLUE, "out": SKY, "leased": ORANGE, "gradients": GREEN, "outputs": PURPLE}
+ITEM_COLOURS = {"inputs": BLUE, "out": SKY, "leased": ORANGE, "gradients": GREEN, "outputs": PURPLE, "kept": RED}
 """Of what a rank holds, by the names of `ringspun.core.accounting.Memory`."""
 ITEM_WORDS = {
     "inputs": "q, k, v, dout",
@@ -30,5 +30,6 @@ ITEM_WORDS = {
     "leased": "blocks and sums in flight",
     "gradients": "gradients so far",
     "outputs": "one kernel call",
+    "kept": "blocks kept for backward",
 }
 COMPUTE, WAIT, MOVE = BLUE, GREY, ORANGE

@@ -116,7 +116,7 @@ def _sources(one: Pass, mine: Schedule | Turned, columns: NDArray[np.int64]) -> 
     if len(columns) <= len(one):
         return (NONE,) * (len(columns) - 1)
     blocks = one.steps[:, StepColumn.SOURCE].tolist()
-    return tuple(NONE if b in (NONE, mine.whole) else mine.owner(b) for b in blocks)
+    return tuple(mine.owner(b) if 0 <= b < mine.whole else NONE for b in blocks)  # a rank without work may name more
 
 
 def _messages(passes: Sequence[Pass], blocks: Sequence[Schedule | Turned], wire: Format) -> Rows:

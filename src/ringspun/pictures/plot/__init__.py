@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import singledispatch
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,9 +44,21 @@ def save(figure: Figure, path: Path) -> None:
     if ending not in (".svg", ".png"):
         raise ConfigError(f"path must end in .svg or .png; got {path.name!r}.")
     told = {"Title": figure.words, "Description": json.dumps(figure.as_dict(), separators=(",", ":"))}
-    undated = {"Date": None} if ending == ".svg" else {}  # the same figure is the same file
+    if ending == ".png":
+        with mpl.rc_context(STYLE):
+            draw(figure).savefig(path, format="png", dpi=DPI, metadata=told)
+        return
+    text = StringIO()
     with mpl.rc_context(STYLE):
-        draw(figure).savefig(path, format=ending[1:], dpi=DPI, metadata={**told, **undated})
+        draw(figure).savefig(text, format="svg", metadata={**told, "Date": None})
+    path.write_text(_numbered(text.getvalue()), encoding="utf-8")
+
+
+def _numbered(svg: str) -> str:
+    """The same with its clip paths numbered, which matplotlib names by where they lie in memory: the same figure is
+    then the same file."""
+    names: dict[str, str] = {}
+    return re.sub(r'(?<=["#])p[0-9a-f]{10}(?=[")])', lambda m: names.setdefault(m[0], f"p{len(names)}"), svg)
 
 
 def drawn(figure: Figure) -> Drawing:

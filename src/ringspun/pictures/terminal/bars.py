@@ -13,7 +13,7 @@ from ringspun.pictures.units import count, n_bytes, seconds
 
 WIDTH = 50
 LINE = 60
-_ITEMS = "█▓▒░▚"
+_ITEMS = "█▓▒░▚◆"
 """A glyph for each item."""
 
 
@@ -103,6 +103,12 @@ def of_compare(figure: CompareFigure) -> list[Text]:
     return [*lines, legend(("█", BLUE, "forward"), ("▒", BLUE, "backward")), *(Text(t, style="dim") for t in told)]
 
 
+def _fewer(heights: tuple[float, ...], most: int = WIDTH) -> list[float]:
+    """At most `most` of them, the largest of neighbours."""
+    each = -(-len(heights) // most)
+    return [max(heights[i : i + each]) for i in range(0, len(heights), each)]
+
+
 def _way(way: Way, most: float, *, best: bool) -> list[Text]:
     title = Text(f"{way.layout}, {way.route}", style="bold")
     title.append("  ◀ quickest" if best else "", style=GREEN)
@@ -115,6 +121,6 @@ def _way(way: Way, most: float, *, best: bool) -> list[Text]:
     tokens = count(low) if low == high else f"{count(low)} to {count(high)}"
     sent, held = n_bytes(sum(way.sent_bytes)), n_bytes(way.memory_bytes)
     steps = Text(f"  wait {way.wait[0]:.2f} and {way.wait[1]:.2f}   ", style="dim")
-    steps.append("".join(HEIGHTS[min(7, int((x - 1) / 3 * 8))] for x in way.imbalance[:LINE]), style=BLUE)
+    steps.append("".join(HEIGHTS[min(7, int((x - 1) / 3 * 8))] for x in _fewer(way.imbalance)), style=BLUE)
     told = f"  a rank sends {sent}, a link {n_bytes(way.link_bytes)}; holds {held}; {tokens} tokens"
     return [title, bar, steps, Text(told, style="dim")]

@@ -79,7 +79,7 @@ def _balance(name: str, figure: BalanceFigure, one: PassBalance) -> list[Text]:
     columns = len(one.steps) - 1
     room = min(9, max(1, WIDTH // max(columns, 1)))
     most = max((max(row, default=0) for row in one.pairs), default=0)
-    title = f"{name}: pairs of a head; waiting for the busiest at every step takes {one.wait:.2f} x balance"
+    title = f"{name}: pairs of a head; waiting at every step takes {one.wait:.2f} x balance"
     lines = [Text(title, style="bold"), _heads(one.steps, room)]
     for rank, row in zip(figure.ranks, one.pairs, strict=True):
         if room >= 7:
