@@ -92,8 +92,10 @@ def ring_attention(
         bias="" if bias is None else "alibi",
         segments=segment_ids is not None,
     )
-    job = Job(plan, choose(KERNELS if kernel is None else (kernel,), call), call, axis_name)
-    out, lse = attend(job, Operands(q, k, v, sinks, None if bias is None else bias.slopes, *segments))
+    kernel = choose(KERNELS if kernel is None else (kernel,), call)
+    job = Job(size, plan.moves, plan.is_even, kernel, call, axis_name)
+    tables = jax.tree.map(jnp.asarray, plan.tables)
+    out, lse = attend(job, Operands(q, k, v, tables, sinks, None if bias is None else bias.slopes, *segments))
     return (out, lse) if return_lse else out
 
 

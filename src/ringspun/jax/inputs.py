@@ -95,7 +95,7 @@ def check_floats(name: str, x: Any) -> None:
 
 def check_rows(plan: Plan, q: Any, k: Any) -> None:
     """Raise `ShapeError` unless q and k are shards of the plan."""
-    for name, x, held in (("q", q, plan.queries), ("k and v", k, plan.keys)):
+    for name, x, held in (("q", q, plan.tables.queries), ("k and v", k, plan.tables.keys)):
         if x.shape[1] != held.rows:
             total = int(held.tokens.sum())
             raise ShapeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,17 +33,16 @@ MOST_GROUPS = 4
 Table = NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """The rows of one side: how many a shard has room for, and which positions stand where.
+class Held(NamedTuple):
+    """Which positions stand in which rows of a shard.
 
     Args:
         tokens: rows of each rank that hold a token ``[R]``; the first ones. runs: rows ``[R, n, 3]`` of (first row,
             position there, step), padded with rows that no shard has.
     """
 
-    tokens: Table
-    runs: Table
+    tokens: Any
+    runs: Any
 
     @classmethod
     def of(cls, part: Partition) -> Held:
@@ -61,20 +60,32 @@ class Held:
         """Rows of a shard: as many as the fullest rank has tokens."""
         return int(self.tokens.max(initial=0))
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all shards are full."""
-        return bool((self.tokens == self.rows).all())
+    def real(self, ring_rank: Array, rows: int) -> Array:
+        """Which rows of a shard hold a token ``[rows]``."""
+        found: Array = jnp.arange(rows, dtype=jnp.int32) < self.tokens[ring_rank]
+        return found
 
-    def real(self, ring_rank: Array) -> Array:
-        """Which rows of a shard hold a token ``[T]``."""
-        return jnp.arange(self.rows, dtype=jnp.int32) < jnp.asarray(self.tokens)[ring_rank]
-
-    def positions(self, ring_rank: Array) -> Array:
-        """The positions of a shard's rows ``[T]``; -1 where a row holds no token."""
-        runs, row = jnp.asarray(self.runs)[ring_rank], jnp.arange(self.rows, dtype=jnp.int32)
+    def positions(self, ring_rank: Array, rows: int) -> Array:
+        """The positions of a shard's rows ``[rows]``; -1 where a row holds no token."""
+        runs, row = self.runs[ring_rank], jnp.arange(rows, dtype=jnp.int32)
         first, position, step = runs[jnp.searchsorted(runs[:, 0], row, side="right") - 1].T
-        return jnp.where(self.real(ring_rank), position + (row - first) * step, -1)
+        return jnp.where(self.real(ring_rank, rows), position + (row - first) * step, -1)
+
+
+class Tables(NamedTuple):
+    """What a program reads; the same on every rank.
+
+    Args:
+        tiles: ``[n, 6]``, of all ranks and hops. edges: rank r's tiles of its hop number i are
+            ``[edges[r, i], edges[r, i + 1])``. distances: how far from its owner a block is at each hop.
+        queries, keys: who holds what.
+    """
+
+    tiles: Any
+    edges: Any
+    distances: Any
+    queries: Held
+    keys: Held
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,19 +93,14 @@ class Plan:
     """One attention on a ring.
 
     Args:
-        ring_size: R. queries, keys: who holds what.
-        distances: how far from their owner blocks are computed with, rising; a rank at distance t of the owner o is
-            ``(o + t) mod R``. Distances that nobody needs are not there.
-        table: tiles ``[n, 6]`` of all ranks and hops. edges: rank r's tiles of its hop number i are
-            ``[edges[r, i], edges[r, i + 1])``.
+        ring_size: R. distances: how far from their owner blocks are computed with, rising; a rank at distance t of the
+            owner o is ``(o + t) mod R``. Distances that nobody needs are not there.
+        tables: the rest, as NumPy arrays.
     """
 
     ring_size: int
-    queries: Held
-    keys: Held
     distances: tuple[int, ...]
-    table: Table
-    edges: Table
+    tables: Tables
 
     @cached_property
     def moves(self) -> tuple[int, ...]:
@@ -102,17 +108,18 @@ class Plan:
         return tuple(np.diff((0, *self.distances)).tolist())
 
     @property
-    def way_home(self) -> int:
-        """By how many ranks what follows a block moves after the last hop."""
-        return -self.distances[-1] % self.ring_size
+    def is_even(self) -> bool:
+        """Whether every row of every shard of queries holds a token."""
+        held = self.tables.queries
+        return bool((held.tokens == held.rows).all())
 
     @property
     def pairs(self) -> NDArray[np.int64]:
         """Allowed pairs of each rank and hop ``[R, hops]``: what is computed."""
-        wide = np.zeros((len(self.table), 8), np.int64)
-        wide[:, tl.REGION] = self.table
+        wide = np.zeros((len(self.tables.tiles), 8), np.int64)
+        wide[:, tl.REGION] = self.tables.tiles
         sums = np.append(0, np.cumsum(tl.count_pairs(wide)))
-        found: NDArray[np.int64] = sums[self.edges[:, 1:]] - sums[self.edges[:, :-1]]
+        found: NDArray[np.int64] = sums[self.tables.edges[:, 1:]] - sums[self.tables.edges[:, :-1]]
         return found
 
 
@@ -156,14 +163,14 @@ def _plan_of(
         begin += len(tiles)
         edges[ring_rank, -1] = begin
     _check_size(sides, edges)
-    return Plan(
-        ring_size,
-        Held.of(sides.queries),
-        Held.of(sides.keys),
-        distances,
+    tables = Tables(
         np.concatenate(table).astype(np.int32),
         edges.astype(np.int32),
+        np.array(distances, np.int32),
+        Held.of(sides.queries),
+        Held.of(sides.keys),
     )
+    return Plan(ring_size, distances, tables)
 
 
 def sides_of(layout: Layout, ring_size: int, seq_len: int, **options: Any) -> Sides:

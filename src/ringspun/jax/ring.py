@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Saved, Sums, Tiles
 from ringspun.jax.kernels.xla import accumulator
-from ringspun.jax.plan import Plan
+from ringspun.jax.plan import Tables
 
 AxisName = str | tuple[str, ...] | None
 X = TypeVar("X")
@@ -27,9 +27,15 @@ X = TypeVar("X")
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is the same on all ranks: hashable by identity, a static argument."""
+    """What a program is made for; what it reads is in `Operands`. Hashable by identity, a static argument.
 
-    plan: Plan
+    Args:
+        ring_size: R. moves: by how many ranks blocks move before each hop. is_even: whether all rows hold a token.
+    """
+
+    ring_size: int
+    moves: tuple[int, ...]
+    is_even: bool
     kernel: Kernel
     call: Call
     axis_name: AxisName
@@ -41,6 +47,7 @@ class Operands(NamedTuple):
     q: Array
     k: Array
     v: Array
+    tables: Tables
     sinks: Array | None = None
     slopes: Array | None = None
     q_segments: Array | None = None
@@ -49,7 +56,7 @@ class Operands(NamedTuple):
 
 def attend(job: Job, given: Operands) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, T, H])`` of local queries over the keys of the ring; differentiable."""
-    axes = _axes(job.axis_name).union(*(_known(x) for x in given if x is not None))
+    axes = _axes(job.axis_name).union(*map(_known, jax.tree.leaves(given)))
     # an input that is the same on several ranks gets the sum of their gradients: what pcast does in reverse
     return _attend(job, jax.tree.map(lambda x: _varying(x, axes), given))
 
@@ -71,8 +78,8 @@ def _forward(job: Job, given: Operands) -> tuple[Array, Array]:
     empty = Running(jnp.zeros((*shape, call.value_size), wide), jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide))
 
     def compute(hop: Any, block: Block, running: Running) -> tuple[Running, None]:
-        block = _with_positions(job, hop, rank, block)
-        return job.kernel.forward(call, queries, block, slopes, _tiles(job, rank, hop), running), None
+        block = _with_positions(job, given.tables, hop, rank, block)
+        return job.kernel.forward(call, queries, block, slopes, _tiles(given.tables, rank, hop), running), None
 
     running, _ = _tour(job, block, _like(given, empty), None, compute)
     nothing = running.weight == 0
@@ -83,8 +90,8 @@ def _forward(job: Job, given: Operands) -> tuple[Array, Array]:
         whole = jnp.logaddexp(lse, sinks)
         out = out * jnp.where(jnp.isneginf(whole), 0, jnp.exp(lse - jnp.where(jnp.isneginf(whole), 0, whole)))[..., None]
         lse = whole
-    if not job.plan.queries.is_even:
-        lse = jnp.where(job.plan.queries.real(rank), lse, -jnp.inf)
+    if not job.is_even:
+        lse = jnp.where(given.tables.queries.real(rank, call.rows), lse, -jnp.inf)
     return _as_given(out).astype(given.q.dtype), jnp.moveaxis(lse, 3, 1).reshape(lse.shape[0], lse.shape[3], -1)
 
 
@@ -92,11 +99,12 @@ def _backward(job: Job, kept: tuple[Any, ...], incoming: tuple[Array, Array]) ->
     given, out, lse = kept
     call, wide = job.call, accumulator(given.q.dtype)
     rank, queries, block, slopes = _placed(job, given)
-    dout, dlse = (_to_heads(x, call) for x in (incoming[0], incoming[1][..., None]))
+    incoming = tuple(_cleared(x, given.q_segments) for x in (incoming[0], incoming[1][..., None]))
+    dout, dlse = (_to_heads(x, call) for x in incoming)
     lse = _to_heads(lse[..., None], call)[..., 0]
     delta = (_to_heads(out, call).astype(wide) * dout.astype(wide)).sum(-1) - dlse[..., 0]
-    if not job.plan.queries.is_even:
-        delta = jnp.where(job.plan.queries.real(rank), delta, 0)
+    if not job.is_even:
+        delta = jnp.where(given.tables.queries.real(rank, call.rows), delta, 0)
     saved = Saved(dout, jnp.where(jnp.isneginf(lse), 0, lse), delta)
     start = Sums(
         jnp.zeros(queries.q.shape, wide),
@@ -106,7 +114,7 @@ def _backward(job: Job, kept: tuple[Any, ...], incoming: tuple[Array, Array]) ->
     start = _like(given, start)
 
     def compute(hop: Any, block: Block, sums: tuple[Array, Any], dkv: Array) -> tuple[tuple[Array, Any], Array]:
-        block, tiles = _with_positions(job, hop, rank, block), _tiles(job, rank, hop)
+        block, tiles = _with_positions(job, given.tables, hop, rank, block), _tiles(given.tables, rank, hop)
         found = job.kernel.backward(call, queries, block, slopes, saved, tiles, Sums(sums[0], dkv, sums[1]))
         return (found.dq, found.dslopes), found.dkv
 
@@ -122,6 +130,7 @@ def _backward(job: Job, kept: tuple[Any, ...], incoming: tuple[Array, Array]) ->
             _as_given(dq).astype(given.q.dtype),
             dkv[..., : call.head_size].astype(given.k.dtype),
             dkv[..., call.head_size :].astype(given.v.dtype),
+            None,  # type: ignore[arg-type]
             dsinks,
             None if given.slopes is None else dslopes.reshape(-1).astype(given.slopes.dtype),
         ),
@@ -136,16 +145,20 @@ def _tour(job: Job, block: Block, state: X, follows: Any, compute: Callable[...,
 
     Without anything that follows, `compute` is not given it. What followed the block is at home again in the end.
     """
-    plan, send = job.plan, partial(_send, job)
-    if not plan.distances:
+    send = partial(_send, job)
+    if not job.moves:
         return state, follows
 
     def stop(hop: Any, block: Block, state: X, follows: Any) -> tuple[X, Any]:
         found: tuple[X, Any] = compute(hop, block, state, *(() if follows is None else (follows,)))
         return found
 
-    block, hop = send(block, plan.moves[0]), 0
-    for move, same in groupby(plan.moves[1:]):
+    block, hop, moves, home = send(block, job.moves[0]), 0, job.moves[1:], None
+    if job.moves[0] == 0 and moves and follows is not None:  # the own block: its gradients stay here
+        following = send(block, moves[0])
+        state, home = stop(0, block, state, follows)
+        block, hop, moves = following, 1, moves[1:]
+    for move, same in groupby(moves):
         count = len(list(same))
 
         def one(carry: tuple[Block, X, Any], hop: Any, move: int = move) -> tuple[tuple[Block, X, Any], None]:
@@ -161,42 +174,48 @@ def _tour(job: Job, block: Block, state: X, follows: Any, compute: Callable[...,
             (block, state, follows), _ = lax.scan(one, carry, jnp.arange(hop, hop + count, dtype=jnp.int32))
         hop += count
     state, follows = stop(hop, block, state, follows)
-    return state, send(follows, plan.way_home)
+    follows = send(follows, -sum(job.moves) % job.ring_size)
+    return state, follows if home is None else jax.tree.map(jnp.add, home, follows)
 
 
 def _send(job: Job, what: X, by: int) -> X:
     """`what` of the rank `by` places before this one."""
     if by == 0 or job.axis_name is None:
         return what
-    size, axis = job.plan.ring_size, job.axis_name
+    size, axis = job.ring_size, job.axis_name
     pairs = [(i, (i + by) % size) for i in range(size)]
     sent: X = jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), what)
     return sent
 
 
-def _tiles(job: Job, rank: Array, hop: Any) -> Tiles:
-    edges = jnp.asarray(job.plan.edges)[rank]
-    return Tiles(jnp.asarray(job.plan.table), edges[hop], edges[hop + 1])
+def _tiles(tables: Tables, rank: Array, hop: Any) -> Tiles:
+    edges = tables.edges[rank]
+    return Tiles(tables.tiles, edges[hop], edges[hop + 1])
 
 
 def _placed(job: Job, given: Operands) -> tuple[Array, Queries, Block, Array | None]:
     """This rank, its queries and its block, and the slopes of a bias; heads before tokens, as products want them."""
     rank = jnp.int32(0) if job.axis_name is None else lax.axis_index(job.axis_name).astype(jnp.int32)
-    kv = jnp.moveaxis(jnp.concatenate([given.k, given.v], axis=-1), 2, 1)
-    positions = None if given.slopes is None else job.plan.queries.positions(rank)
-    queries = Queries(_to_heads(given.q, job.call), given.q_segments, positions)
+    kv = jnp.moveaxis(_cleared(jnp.concatenate([given.k, given.v], axis=-1), given.k_segments), 2, 1)
+    positions = None if given.slopes is None else given.tables.queries.positions(rank, job.call.rows)
+    queries = Queries(_to_heads(_cleared(given.q, given.q_segments), job.call), given.q_segments, positions)
     slopes = None
     if given.slopes is not None:
         slopes = _grouped(given.slopes.astype(accumulator(given.q.dtype)), 0, job.call)
     return rank, queries, Block(kv, given.k_segments), slopes
 
 
-def _with_positions(job: Job, hop: Any, rank: Array, block: Block) -> Block:
+def _with_positions(job: Job, tables: Tables, hop: Any, rank: Array, block: Block) -> Block:
     """A block and the positions of its rows, which its owner's runs say: they need not travel."""
     if not job.call.bias:
         return block
-    distance = jnp.asarray(job.plan.distances, jnp.int32)[hop]
-    return block._replace(positions=job.plan.keys.positions((rank - distance) % job.plan.ring_size))
+    owner = (rank - tables.distances[hop]) % job.ring_size
+    return block._replace(positions=tables.keys.positions(owner, job.call.key_rows))
+
+
+def _cleared(x: Array, segments: Array | None) -> Array:
+    """``[B, T, ...]`` with 0 in padding, which may hold anything."""
+    return x if segments is None else jnp.where((segments >= 0)[..., None, None], x, jnp.zeros_like(x))
 
 
 def _grouped(x: Array, axis: int, call: Call) -> Array:

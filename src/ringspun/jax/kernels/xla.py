@@ -60,6 +60,8 @@ class Xla(Kernel):
                 pairs = _pairs(call, tile, mine, keys, slopes)
                 return _softmax(call, so_far, pairs, keys.v)
 
+            of_keys = _where_any(call, tile, mine, of_keys)
+
             rows = Running(tile.q_rows(running.total), tile.q_row(running.top), tile.q_row(running.weight))
             rows = tile.over_keys(block, call.head_size, of_keys, rows)
             return Running(
@@ -90,6 +92,8 @@ class Xla(Kernel):
                 dv = _dot(call, "bkgts,bkgtd->bksd", p, dout)
                 dkv = keys.add(so_far.dkv, jnp.concatenate([dk, dv], axis=-1))
                 return Sums(so_far.dq + _dot(call, "bkgts,bksd->bkgtd", ds, keys.k), dkv, dslopes)
+
+            of_keys = _where_any(call, tile, mine, of_keys)
 
             rows = tile.over_keys(block, call.head_size, of_keys, sums._replace(dq=tile.q_rows(sums.dq)))
             return rows._replace(dq=tile.put(sums.dq, rows.dq, TOKENS))
@@ -228,12 +232,33 @@ def _pairs(call: Call, tile: _Tile, queries: Queries, keys: _Keys, slopes: Any) 
         assert queries.positions is not None and keys.positions is not None
         distance = abs(queries.positions[:, None] - keys.positions[None, :]).astype(scores.dtype)
         scores = scores - slopes[..., None, None] * distance
+    allowed = _allowed(tile, queries, keys)
+    return _Pairs(jnp.where(allowed, scores, -jnp.inf), allowed, slope, distance)
+
+
+def _allowed(tile: _Tile, queries: Queries, keys: _Keys) -> Array:
+    """Which pairs of two blocks are the tile's: ``[t, s]``, or ``[B, 1, 1, t, s]`` by segments."""
     behind = tile.number[:, None] - keys.number[None, :]
     allowed = tile.real[:, None] & keys.real[None, :] & (tile.low <= behind) & (behind <= tile.high)
-    if queries.segments is not None and keys.segments is not None:
-        q, k = queries.segments[:, :, None], keys.segments[:, None, :]
-        allowed = (allowed & (q == k) & (q >= 0))[:, None, None]
-    return _Pairs(jnp.where(allowed, scores, -jnp.inf), allowed, slope, distance)
+    if queries.segments is None or keys.segments is None:
+        return allowed
+    q, k = queries.segments[:, :, None], keys.segments[:, None, :]
+    return (allowed & (q == k) & (q >= 0))[:, None, None]
+
+
+def _where_any(
+    call: Call, tile: _Tile, queries: Queries, body: Callable[[_Keys, S], S]
+) -> Callable[[_Keys, S], S]:
+    """`body`, left out where segments allow no pair; tiles alone never ask for such blocks."""
+    if not call.segments:
+        return body
+
+    def some(keys: _Keys, state: S) -> S:
+        seen = _allowed(tile, queries, keys).any()
+        result: S = lax.cond(seen, lambda state: body(keys, state), lambda state: state, state)
+        return result
+
+    return some
 
 
 def _softmax(call: Call, before: Running, pairs: _Pairs, v: Array) -> Running:
