@@ -57,7 +57,9 @@ def test_N1_N7_rows_that_see_nothing(layout):
 @pytest.mark.parametrize("far", [100.0, -100.0, 1e4, -1e4])
 def test_N4_scores_that_differ_by_more_than_exp_can(far):
     case = Case(2, 2, Full(), Contiguous(), shape=ONE)
-    given = of_ones(case, q=np.ones((1, 1, 2, 1)), k=np.array([0, far]).reshape(1, 1, 2, 1), v=np.array([[[[1.0], [2.0]]]]))
+    given = of_ones(
+        case, q=np.ones((1, 1, 2, 1)), k=np.array([0, far]).reshape(1, 1, 2, 1), v=np.array([[[[1.0], [2.0]]]])
+    )
     found = check(case, given)
     assert found["lse"].reshape(-1).tolist() == [max(far, 0)] * 2
     assert found["out"].reshape(-1).tolist() == [2.0 if far > 0 else 1.0] * 2
@@ -118,7 +120,9 @@ def test_M5_M19_documents_do_not_see_each_other(layout):
         before = check(case, given)
         first = np.arange(case.seq_len)[:, None] < lengths[0]
         after = run_ring(case, replace(given, v=given.v + first, k=given.k + first))
-        assert all((before[n][..., lengths[0] :, :] == after[n][..., lengths[0] :, :]).all() for n in ("out", "dq", "dk"))
+        assert all(
+            (before[n][..., lengths[0] :, :] == after[n][..., lengths[0] :, :]).all() for n in ("out", "dq", "dk")
+        )
 
 
 def test_M6_padding_takes_no_weight():

@@ -1,5 +1,5 @@
-"""A ring of devices gives what dense attention in float64 gives, forward and backward. Rows of shards that hold no token
-are NaN. One compiled program per ring size takes every mask and layout: what differs between them is data."""
+"""A ring of devices gives what dense attention in float64 gives, forward and backward. Rows of shards that hold no
+token are NaN. One compiled program per ring size takes every mask and layout: what differs between them is data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ LAYOUTS = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced(), Zigz
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_mask_and_layout_in_float64(ranks):
-    """37 is divisible by nothing that matters; the last layout gives ranks unequal shares."""
-    layouts = LAYOUTS if ranks == 8 else LAYOUTS[:5] if ranks == 4 else LAYOUTS[:3]
-    for mask in all_masks(SEQ_LEN):
+    """37 is divisible by nothing; the last layout gives ranks unequal shares. Four ranks see all, others take turns."""
+    masks = all_masks(SEQ_LEN) if ranks == 4 else all_masks(SEQ_LEN)[ranks % 3 :: 3]
+    layouts = LAYOUTS[:5] if ranks == 4 else LAYOUTS[1::2] if ranks == 8 else LAYOUTS[:3]
+    for mask in masks:
         for layout in layouts:
             case = Case(ranks, SEQ_LEN, mask, layout)
             error = errors(run_ring(case, inputs(case)), reference(case, inputs(case)))
@@ -58,5 +59,4 @@ def test_certified_by_the_suite_that_certifies_torch():
     """The same cases by the same judge; what jax cannot do is refused, not answered."""
     report = certify(OnDevices(3, Zigzag()), properties=["causal", "documents", "padding is never read", "bias"])
     assert report.ok, str(report)
-    text = str(report)
-    assert "a relative table" in text or "refused" in text.lower()
+    assert report["bias"].status == "partly" and "bias must be Alibi" in str(report)

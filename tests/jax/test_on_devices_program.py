@@ -38,7 +38,9 @@ def messages(jaxpr, times=1):
             yield times, one.invars[0].aval.shape[-1], str(one.invars[0].aval.dtype)
         assert one.primitive.name not in ("all_gather", "all_to_all")
         inside = times * one.params["length"] if one.primitive.name == "scan" else times
-        for value in jax.tree.leaves(list(one.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for value in jax.tree.leaves(
+            list(one.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 assert one.primitive.name not in ("cond", "while") or not list(messages(inner)), "a message in a branch"

@@ -1,4 +1,4 @@
-"""What users of `ringspun.jax` call: inside their own shard_map, on global arrays, under jit, vmap, grad and checkpoint."""
+"""What users of `ringspun.jax` call: inside their own shard_map, on global arrays, under jit, vmap and checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_a_mesh_of_batch_and_ring_with_its_gradients(kind):
     @jax.jit
     def step(q, k, v, sinks):
         def loss(q, k, v, sinks):
-            out = sharded_attention(q, k, v, mesh=mesh, spec=spec, layout=layout, seq_len=22, sinks=sinks, kernel=Xla(4))
+            out = sharded_attention(
+                q, k, v, mesh=mesh, spec=spec, layout=layout, seq_len=22, sinks=sinks, kernel=Xla(4)
+            )
             return 0.5 * (out**2).sum(), out
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, sinks)
@@ -105,7 +107,9 @@ def test_G13_a_gradient_inside_of_shard_map():
         return jax.grad(lambda w: lax.psum((w**2 + 1) * d[0], "ring"))(w)[None]
 
     spec = PartitionSpec("ring")
-    both = jax.shard_map(plain, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)(1.0, jnp.asarray([0.0, 1.0]))
+    both = jax.shard_map(plain, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)(
+        1.0, jnp.asarray([0.0, 1.0])
+    )
     assert both.tolist() == [2.0, 2.0]
 
     def of_ring(w, q, k, v):
@@ -143,7 +147,9 @@ def test_one_device_needs_no_mesh_and_pmap_is_a_ring_too():
     expected = dense(q, k, v, Full().as_array(24))
     close(ring_attention(q, k, v, axis_name=None, mask=Full()), expected)
     cut = [jnp.stack(jnp.split(x, 2, axis=1)) for x in (q, k, v)]
-    out = jax.pmap(partial(ring_attention, axis_name="ring", mask=Full()), axis_name="ring", devices=jax.devices()[:2])(*cut)
+    out = jax.pmap(partial(ring_attention, axis_name="ring", mask=Full()), axis_name="ring", devices=jax.devices()[:2])(
+        *cut
+    )
     close(jnp.concatenate(list(out), axis=1), expected)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +16,9 @@ from ringspun.errors import ShapeError
 from ringspun.jax import inputs
 from ringspun.jax.bias import Alibi
 from ringspun.jax.kernels import Call, Kernel, Xla, choose
-from ringspun.jax.plan import Plan, plan_of
+from ringspun.jax.plan import plan_of
 from ringspun.jax.ring import AxisName, Job, Operands, attend
-from ringspun.jax.sharding import Deal, deal_of, padded, place, ring_axis, unpadded
+from ringspun.jax.sharding import deal_of, padded, place, ring_axis, unpadded
 
 KERNELS: tuple[Kernel, ...] = (Xla(),)
 
@@ -140,8 +139,8 @@ def sharded_attention(
     fill = rows != deal.rows  # S rows, one shard after the other, of different sizes
     if fill and rows != seq_len:
         raise ShapeError(
-            f"q must have {deal.rows} rows, or {seq_len} in the order of ranks, for {seq_len} tokens on {size} ranks by "
-            f"{layout}; got {rows}. Make shards by ringspun.jax.shard."
+            f"q must have {deal.rows} rows, or {seq_len} in the order of ranks, for {seq_len} tokens on {size} ranks "
+            f"by {layout}; got {rows}. Make shards by ringspun.jax.shard."
         )
 
     def attend_on_ranks(given: dict[str, Any]) -> Any:

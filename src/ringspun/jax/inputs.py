@@ -171,7 +171,9 @@ def checked_segments(q: Any, k: Any, segments: Any, key_segments: Any) -> tuple[
     for name, x, like in (("segment_ids", segments, q), ("key_segment_ids", key_segments, k)):
         if not isinstance(x, Array | jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.integer):
             kind = getattr(x, "dtype", type(x).__name__)
-            raise DtypeError(f"{name} must be a jax array of integers, one per token, negative for padding; got {kind}.")
+            raise DtypeError(
+                f"{name} must be a jax array of integers, one per token, negative for padding; got {kind}."
+            )
         if x.shape != like.shape[:2]:
             raise ShapeError(f"{name} must be [B, T], one per token; got {x.shape} for {like.shape[:2]}.")
     return segments.astype(jnp.int32), key_segments.astype(jnp.int32)

@@ -139,16 +139,14 @@ def plan_of(
     """
     if not isinstance(mask, Mask):
         raise PlanError(
-            f"mask must be a Mask, e.g. Causal() & Window(64); got {shown(mask)}. Documents that differ from row to row "
-            "of a batch, or that are known on devices only: segment_ids=. A string: write parse_mask(text)."
+            f"mask must be a Mask, e.g. Causal() & Window(64); got {shown(mask)}. Documents that differ from row to "
+            "row of a batch, or that are known on devices only: segment_ids=. A string: write parse_mask(text)."
         )
     return _plan_of(mask, layout, ring_size, seq_len, key_len, query_start)
 
 
 @lru_cache(maxsize=256)
-def _plan_of(
-    mask: Mask, layout: Layout, ring_size: int, seq_len: int, key_len: int | None, query_start: int
-) -> Plan:
+def _plan_of(mask: Mask, layout: Layout, ring_size: int, seq_len: int, key_len: int | None, query_start: int) -> Plan:
     sides = sides_of(layout, ring_size, seq_len, mask=mask, key_len=key_len, query_start=query_start)
     cut = Cut(sides.queries, sides.keys, sides.regions(mask))
     built = [tl.build(cut, ring_rank) for ring_rank in range(ring_size)]
@@ -190,5 +188,6 @@ def _check_size(sides: Sides, edges: NDArray[np.int64]) -> None:
     last = max(abs(sides.queries.start) + sides.queries.seq_len, sides.keys.seq_len, int(edges.max(initial=0)))
     if last > LARGEST // 2:
         raise PlanError(
-            f"positions and tiles must fit int32; got up to {last}. Sequences of more than 2**30 tokens are not supported."
+            f"positions and tiles must fit int32; got up to {last}. Sequences of more than 2**30 tokens are "
+            "not supported."
         )

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Saved, Sums, Tiles
-from ringspun.jax.kernels.xla import accumulator
+from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Saved, Sums, Tiles, accumulator
 from ringspun.jax.plan import Tables
 
 AxisName = str | tuple[str, ...] | None
@@ -88,7 +87,9 @@ def _forward(job: Job, given: Operands) -> tuple[Array, Array]:
     if given.sinks is not None:
         sinks = _grouped(given.sinks.astype(wide), 0, call)[..., None]
         whole = jnp.logaddexp(lse, sinks)
-        out = out * jnp.where(jnp.isneginf(whole), 0, jnp.exp(lse - jnp.where(jnp.isneginf(whole), 0, whole)))[..., None]
+        out = (
+            out * jnp.where(jnp.isneginf(whole), 0, jnp.exp(lse - jnp.where(jnp.isneginf(whole), 0, whole)))[..., None]
+        )
         lse = whole
     if not job.is_even:
         lse = jnp.where(given.tables.queries.real(rank, call.rows), lse, -jnp.inf)

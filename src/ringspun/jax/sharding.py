@@ -54,7 +54,7 @@ def shard(
     dim: int = 1,
     fill: Any = 0,
 ) -> Array:
-    """A global array in the order of a layout, cut over the devices of a mesh. The inverse is `unshard`. Differentiable.
+    """A global array in the order of a layout, cut over the devices of a mesh. Differentiable; `unshard` undoes it.
 
     Host arrays (NumPy) are cut on the host, and every process of a job places only what its own devices hold; it needs
     the whole of `x`, or its own rows right at least.

@@ -127,7 +127,7 @@ def _program(ranks: int, kernel: Kernel, call: Call, with_lse: bool) -> Callable
         (out, lse), pull = jax.vjp(ring, *(arrays[name] for name in ("q", "k", "v", "sinks", "slopes")))
         dlse = arrays["dlse"] if with_lse else 0 * lse
         dq, dk, dv, dsinks, dslopes = pull((arrays["dout"], jnp.where(jnp.isneginf(lse), 0, dlse)))
-        return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv, dsinks=dsinks, dbias=dslopes)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "dbias": dslopes}
 
     by_token = dict.fromkeys(("q", "k", "v", "dout", "dlse"), tokens)
     results = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), tokens)
@@ -189,5 +189,3 @@ def _in_order(x: np.ndarray, slots: np.ndarray) -> np.ndarray:
     real = np.flatnonzero(slots >= 0)
     rows = real[np.argsort(slots[real])]
     return np.moveaxis(np.asarray(x, np.float64)[:, rows], 2, 1)
-
-

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -108,3 +109,8 @@ class Kernel(ABC):
         self, call: Call, queries: Queries, block: Block, slopes: Any, saved: Saved, tiles: Tiles, sums: Sums
     ) -> Sums:
         """`sums` and the shares of every pair of `tiles` once."""
+
+
+def accumulator(dtype: Any) -> Any:
+    """float32, but float64 for float64: what lse, running results and travelling gradients are held in."""
+    return jnp.promote_types(jnp.float32, dtype)

@@ -1,7 +1,7 @@
 """`xla`: blockwise attention in plain jax operations, on any device and in any float dtype; takes bands whole.
 
-Loops over tiles, blocks of queries and blocks of keys have bounds that are data: work is in proportion to the pairs that
-are allowed, and one compiled program does every mask. Never more than a block x block of scores is alive; backward
+Loops over tiles, blocks of queries and blocks of keys have bounds that are data: work is in proportion to the pairs
+that are allowed, and one compiled program does every mask. Never more than a block x block of scores is alive; backward
 recomputes them. Source: memory-efficient attention (arXiv 2112.05682), backward of FlashAttention-2 (arXiv 2307.08691).
 """
 
@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from ringspun.core.host import is_integer
 from ringspun.errors import ShapeError
-from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Saved, Sums, Tiles
+from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Saved, Sums, Tiles, accumulator
 
 SMALLEST, LARGEST = 64, 1024
 MOST_SCORES = 1 << 22
@@ -246,9 +246,7 @@ def _allowed(tile: _Tile, queries: Queries, keys: _Keys) -> Array:
     return (allowed & (q == k) & (q >= 0))[:, None, None]
 
 
-def _where_any(
-    call: Call, tile: _Tile, queries: Queries, body: Callable[[_Keys, S], S]
-) -> Callable[[_Keys, S], S]:
+def _where_any(call: Call, tile: _Tile, queries: Queries, body: Callable[[_Keys, S], S]) -> Callable[[_Keys, S], S]:
     """`body`, left out where segments allow no pair; tiles alone never ask for such blocks."""
     if not call.segments:
         return body
@@ -276,11 +274,4 @@ def _dot(call: Call, how: str, a: Array, b: Array) -> Array:
     dtype = jnp.dtype(call.dtype)
     wide = accumulator(dtype)
     precision = lax.Precision.HIGHEST if dtype == wide else None
-    return jnp.einsum(
-        how, a.astype(dtype), b.astype(dtype), preferred_element_type=wide, precision=precision
-    )
-
-
-def accumulator(dtype: Any) -> Any:
-    """float32, but float64 for float64: what lse, running results and travelling gradients are held in."""
-    return jnp.promote_types(jnp.float32, dtype)
+    return jnp.einsum(how, a.astype(dtype), b.astype(dtype), preferred_element_type=wide, precision=precision)
