@@ -63,7 +63,14 @@ def test_a_ring_sends_each_block_R_minus_1_times(ranks):
 
 @pytest.mark.parametrize(
     ("mask", "hops"),
-    [(Window(1), 0), (Window(2), 1), (Window(9), 1), (Window(10), 2), (Documents([16, 16, 32]), 3), (Band(0, 3), 1)],
+    [
+        (Window(1), 0),
+        (Window(2), 1),
+        (Window(9), 1),
+        (Window(10), 2),
+        (Causal() & Documents([16, 16, 32]), 3),
+        (Band(0, 3), 1),
+    ],
     ids=str,
 )
 def test_hops_that_nobody_needs_are_not_made(mask, hops):
@@ -82,23 +89,20 @@ def test_work_is_the_allowed_pairs(mask):
 
 
 def test_memory_is_that_of_a_shard_not_of_the_sequence():
-    """Compiled, 8 devices and 2: no all-gather, one permute in a loop; temporary bytes per device are the same where S
-    grows with R, and backward has at most 2.5 times forward's."""
+    """Compiled: no all-gather, one permute in a loop; temporary bytes per device are the same where S grows with R,
+    and backward has at most 2.5 times forward's. In shards: q 1, keys and values 2, as many on their way, sums 1."""
     found = {}
-    for ranks in (2, 8):
-        for backward in (False, True):
-            mapped, x = of_ranks(ranks, 512, Causal(), backward, Zigzag())
-            compiled = jax.jit(mapped).lower(x).compile()
-            text = compiled.as_text()
-            assert "all-gather" not in text and "all-to-all" not in text
-            if not backward:
-                assert text.count("collective-permute(") + text.count("collective-permute-start(") == 1
-            found[ranks, backward] = compiled.memory_analysis().temp_size_in_bytes
-    shard = 512 * 2 * 16 * 4
-    print({key: round(value / shard, 2) for key, value in found.items()})
-    assert found[8, False] <= 1.1 * found[2, False] and found[8, True] <= 1.1 * found[2, True]
+    for ranks, backward in ((8, False), (8, True), (4, True)):
+        mapped, x = of_ranks(ranks, 512, Causal(), backward, Zigzag())
+        compiled = jax.jit(mapped).lower(x).compile()
+        text = compiled.as_text()
+        assert "all-gather" not in text and "all-to-all" not in text
+        if not backward:
+            assert text.count("collective-permute(") + text.count("collective-permute-start(") == 1
+        found[ranks, backward] = compiled.memory_analysis().temp_size_in_bytes / (512 * 2 * 16 * 4)
+    assert found[8, True] <= 1.1 * found[4, True]
     assert found[8, True] <= 2.5 * found[8, False]
-    assert found[8, False] <= 9 * shard
+    assert found[8, False] <= 7.5
 
 
 def test_tables_do_not_grow_with_the_sequence():

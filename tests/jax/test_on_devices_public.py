@@ -119,7 +119,7 @@ def test_G13_a_gradient_inside_of_shard_map():
         return jax.grad(loss)(w)[None]
 
     specs = (PartitionSpec(), TOKENS, TOKENS, TOKENS)
-    found = jax.shard_map(of_ring, mesh=mesh, in_specs=specs, out_specs=spec)(jnp.float64(0.5), q, k, v)
+    found = jax.jit(jax.shard_map(of_ring, mesh=mesh, in_specs=specs, out_specs=spec))(jnp.float64(0.5), q, k, v)
     half = 1e-5
     ends = [(dense((0.5 + e) * q, k, v, Causal().as_array(24)) ** 2).sum() for e in (half, -half)]
     assert found.tolist() == pytest.approx([(ends[0] - ends[1]) / (2 * half)] * 2, rel=1e-8)

@@ -6,6 +6,7 @@ every rank, and their tables are made equally long.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.partition import Partition, Sides
-from ringspun.errors import KernelRefused, PlanError
+from ringspun.errors import ConfigError, KernelRefused, PlanError
 from ringspun.jax.kernels import Call, Kernel, Xla, choose
 from ringspun.jax.plan import LARGEST, Held, Plan, Tables, plan_of, sides_of
 from ringspun.jax.ring import Job, Operands, attend
@@ -31,6 +32,19 @@ FEWEST = 32
 """Rows of a table; longer ones are a power of two."""
 ROWS = 8
 """Shards have room for a multiple of this."""
+
+
+def make_devices(count: int) -> None:
+    """Have at least `count` devices in this process; before it asks for any, a CPU is as many as one wants.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    with contextlib.suppress(RuntimeError):  # devices are there already
+        jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_enable_x64", True)
+    if jax.device_count() < count:
+        raise ConfigError(f"ranks must be at most the {jax.device_count()} devices of this process; got {count}.")
 
 
 def ring_mesh(ranks: int, kind: AxisType = AxisType.Auto) -> Mesh:
