@@ -1,5 +1,5 @@
-"""One of two processes with two devices each: a ring of four over gloo. Run as ``python FILE ADDRESS NUMBER``; prints the
-largest error of out and dq against the oracle."""
+"""One of two processes with two devices each: a ring of four over gloo. Run as ``python FILE ADDRESS NUMBER``; prints
+the largest error of out and dq against the oracle."""
 
 from __future__ import annotations
 
