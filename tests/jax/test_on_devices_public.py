@@ -74,9 +74,11 @@ def test_a_mesh_of_batch_and_ring_with_its_gradients(kind):
 
 
 def test_exactly_S_rows_come_back():
-    """23 tokens on 4 devices, in the order of ranks, filled up inside."""
+    """23 tokens on 4 devices, filled up inside; a ring along two axes, heads cut along a third."""
     q, k, v = (x[:, :23] for x in arrays())
-    out, lse = jax.jit(partial(sharded_attention, mesh=ring_mesh(4), spec=TOKENS, return_lse=True))(q, k, v)
+    mesh = jax.make_mesh((2, 2, 2), ("far", "near", "model"), axis_types=(AxisType.Auto,) * 3)
+    spec = PartitionSpec(None, ("far", "near"), "model")
+    out, lse = jax.jit(partial(sharded_attention, mesh=mesh, spec=spec, return_lse=True))(q, k, v)
     assert out.shape == (2, 23, 4, 6) and lse.shape == (2, 23, 4) and lse.dtype == jnp.float64
     close(out, dense(q, k, v, Causal().as_array(23)))
 
@@ -218,6 +220,8 @@ def test_refusals_of_shards():
     mesh = ring_mesh(4)
     with pytest.raises(PlanError, match="spec must name the ring's axis"):
         sharded_attention(q, k, v, mesh=mesh, spec=PartitionSpec(None, None))
+    with pytest.raises(PlanError, match="spec must leave the size of heads whole"):
+        sharded_attention(q, k, v, mesh=mesh, spec=PartitionSpec(None, "ring", None, "ring"))
     with pytest.raises(ShapeError, match="q must have 28 rows, or 25 in the order of ranks"):
         sharded_attention(q, k, v, mesh=mesh, spec=TOKENS, seq_len=25)
     with pytest.raises(ShapeError, match="x must have 28 rows"):

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Causal, Mask
-from ringspun.errors import ShapeError
+from ringspun.errors import PlanError, ShapeError
 from ringspun.jax import inputs
 from ringspun.jax.bias import Alibi
 from ringspun.jax.kernels import Call, Kernel, Xla, choose
@@ -135,6 +135,8 @@ def sharded_attention(
         raise ShapeError(f"q and k must have as many tokens; got {rows} and {k.shape[1]}. Others: ring_attention.")
     seq_len = rows if seq_len is None else inputs.checked_length("seq_len", seq_len)
     axis, size = ring_axis(mesh, spec, 1)
+    if len(spec) > 3 and spec[3] is not None:
+        raise PlanError(f"spec must leave the size of heads whole, P(batch, ring, heads); got {spec}.")
     deal = deal_of(layout, size, seq_len, mask=mask)
     fill = rows != deal.rows  # S rows, one shard after the other, of different sizes
     if fill and rows != seq_len:

@@ -7,7 +7,6 @@ import math
 import numbers
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -87,7 +86,7 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
 
 def check_floats(name: str, x: Any) -> None:
     """Raise `DtypeError` unless `x` is an array of floats of two bytes or more."""
-    if not isinstance(x, Array | jax.core.Tracer):
+    if not isinstance(x, Array):
         raise DtypeError(f"{name} must be a jax array; got {type(x).__name__}. Write jnp.asarray({name}).")
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16; got {x.dtype}.")
@@ -169,7 +168,7 @@ def checked_segments(q: Any, k: Any, segments: Any, key_segments: Any) -> tuple[
             raise PlanError("segment_ids must come with key_segment_ids where keys are another sequence.")
         key_segments = segments
     for name, x, like in (("segment_ids", segments, q), ("key_segment_ids", key_segments, k)):
-        if not isinstance(x, Array | jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.integer):
+        if not isinstance(x, Array) or not jnp.issubdtype(x.dtype, jnp.integer):
             kind = getattr(x, "dtype", type(x).__name__)
             raise DtypeError(
                 f"{name} must be a jax array of integers, one per token, negative for padding; got {kind}."

@@ -71,7 +71,7 @@ def shard(
     """
     _, size = ring_axis(mesh, spec, dim)
     deal = deal_of(layout, size, _length(x, dim), documents=documents)
-    if isinstance(x, Array | jax.core.Tracer):
+    if isinstance(x, Array):
         return place(_taken(x, deal.tokens, dim, fill), mesh, spec)
     host = np.asarray(x)
     rows = np.take(host, np.maximum(deal.tokens, 0), dim) if host.shape[dim] else np.zeros_like(host)

@@ -70,7 +70,7 @@ class Xla(Kernel):
                 tile.put(running.weight, rows.weight, -1),
             )
 
-        return _over_queries(self._sizes(call), tiles, of_queries, running)
+        return _over_queries(call, self._sizes(call), tiles, of_queries, running)
 
     def backward(
         self, call: Call, queries: Queries, block: Block, slopes: Any, saved: Saved, tiles: Tiles, sums: Sums
@@ -98,7 +98,7 @@ class Xla(Kernel):
             rows = tile.over_keys(block, call.head_size, of_keys, sums._replace(dq=tile.q_rows(sums.dq)))
             return rows._replace(dq=tile.put(sums.dq, rows.dq, TOKENS))
 
-        return _over_queries(self._sizes(call), tiles, of_queries, sums)
+        return _over_queries(call, self._sizes(call), tiles, of_queries, sums)
 
     def _sizes(self, call: Call) -> tuple[int, int]:
         """Rows of a block of queries and of a block of keys."""
@@ -181,17 +181,17 @@ class _Tile(NamedTuple):
         return _loop(_blocks(self.k1 - self.k0, size), step, state)
 
 
-def _over_queries(sizes: tuple[int, int], tiles: Tiles, body: Callable[[_Tile, S], S], state: S) -> S:
+def _over_queries(call: Call, sizes: tuple[int, int], tiles: Tiles, body: Callable[[_Tile, S], S], state: S) -> S:
     """`state` after `body` of every block of query rows of every tile."""
     size, key_size = sizes
 
-    def of_tile(n: Array, state: S, rows: int) -> S:
+    def of_tile(n: Array, state: S) -> S:
         q0, q1, k0, k1, low, high = (tiles.table[tiles.first + n, column] for column in range(6))
 
         def step(n: Array, state: S) -> S:
             first = q0 + n * size
             last = jnp.minimum(first + size, q1)
-            start = jnp.minimum(first, rows - size)
+            start = jnp.minimum(first, call.rows - size)
             number = start + jnp.arange(size, dtype=jnp.int32)
             real = (number >= first) & (number < last)
             seen0, seen1 = jnp.maximum(k0, first - high), jnp.minimum(k1, last - low)
@@ -199,8 +199,7 @@ def _over_queries(sizes: tuple[int, int], tiles: Tiles, body: Callable[[_Tile, S
 
         return _loop(_blocks(q1 - q0, size), step, state)
 
-    rows: int = state[0].shape[3]  # type: ignore[index]
-    return _loop(tiles.last - tiles.first, lambda n, state: of_tile(n, state, rows), state)
+    return _loop(tiles.last - tiles.first, of_tile, state)
 
 
 def _blocks(rows: Array, size: int) -> Array:
