@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="devices")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--block-size", type=int, default=512, help="of the kernel (tokens)")
+    parser.add_argument("--block-size", type=int, default=256, help="of the kernel (tokens)")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     mesh = jax.make_mesh((asked.ranks,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[: asked.ranks])

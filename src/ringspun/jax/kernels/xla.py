@@ -18,9 +18,9 @@ from ringspun.core.host import is_integer
 from ringspun.errors import ShapeError
 from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Saved, Sums, Tiles, accumulator
 
-SMALLEST, LARGEST = 64, 1024
-MOST_SCORES = 1 << 22
-"""Scores of all heads and batch rows that a block chosen from shapes may have: 16 MB in float32."""
+SMALLEST, LARGEST = 128, 512
+MOST_SCORES = 1 << 19
+"""Scores of all heads and batch rows that a block chosen from shapes may have, if it is not the smallest: 2 MB in float32, which caches hold."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TOKENS = -2
 """The axis of tokens in ``[..., T, D]``."""
