@@ -14,6 +14,7 @@ from ringspun.testing.comparison import errors, judge
 from ringspun.testing.jax import run_ring
 
 ONE = Shape(batch=1, heads=1, kv_heads=1, head_size=1, value_size=1)
+BENT = Arguments(softcap=1.0, sinks=True)
 LAYOUTS = (Contiguous(), Zigzag(), Striped())
 by_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
@@ -148,7 +149,7 @@ def test_M11_padding_does_not_see_padding():
 
 
 def test_M15_softcap_does_not_bend_what_is_hidden():
-    case = Case(2, 8, Causal(), Contiguous(), shape=ONE, arguments=Arguments(softcap=1.0))
+    case = Case(2, 8, Causal(), Contiguous(), shape=ONE, arguments=BENT)
     given = of_ones(case)
     before = check(case, given)["out"]
     after = run_ring(case, replace(given, v=given.v + (np.arange(8) == 7)[:, None]))["out"]
@@ -156,7 +157,7 @@ def test_M15_softcap_does_not_bend_what_is_hidden():
 
 
 def test_M16_a_sink_counts_once_per_row():
-    case = Case(2, 4, Full(), Contiguous(), shape=ONE, arguments=Arguments(sinks=True))
+    case = Case(2, 4, Full(), Contiguous(), shape=ONE, arguments=BENT)
     found = check(case, of_ones(case, v=np.ones((1, 1, 4, 1)), sinks=np.zeros(1)))
     assert found["out"].reshape(-1) == pytest.approx([0.8] * 4)
     assert found["lse"].reshape(-1) == pytest.approx([np.log(5)] * 4)
