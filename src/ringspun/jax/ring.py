@@ -57,7 +57,8 @@ def attend(job: Job, given: Operands) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, T, H])`` of local queries over the keys of the ring; differentiable."""
     axes = _axes(job.axis_name).union(*map(_known, jax.tree.leaves(given)))
     # an input that is the same on several ranks gets the sum of their gradients: what pcast does in reverse
-    return _attend(job, jax.tree.map(lambda x: _varying(x, axes), given))
+    found: tuple[Array, Array] = _attend(job, jax.tree.map(lambda x: _varying(x, axes), given))
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,7 +134,7 @@ def _backward(job: Job, kept: tuple[Any, ...], incoming: tuple[Array, Array]) ->
             dkv[..., call.head_size :].astype(given.v.dtype),
             None,  # type: ignore[arg-type]
             dsinks,
-            None if given.slopes is None else dslopes.reshape(-1).astype(given.slopes.dtype),
+            None if dslopes is None else dslopes.reshape(-1).astype(given.slopes.dtype),
         ),
     )
 

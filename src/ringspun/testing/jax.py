@@ -107,7 +107,9 @@ def run_ring(case: Case, given: Inputs, kernel: Kernel | None = None) -> dict[st
     found = jax.device_get(program(arrays, _equally_long(plan)))
     back = {"out": 0, "lse": 0, "dq": 0, "dk": 1, "dv": 1}
     results = {name: _in_order(found[name], slots[n]) for name, n in back.items()}
-    return results | {name: np.float64(found[name]) for name in ("dsinks", "dbias") if found[name] is not None}
+    return results | {
+        name: np.asarray(found[name], np.float64) for name in ("dsinks", "dbias") if found[name] is not None
+    }
 
 
 def _sides(case: Case) -> Sides:
@@ -145,7 +147,7 @@ def _program(ranks: int, kernel: Kernel, call: Call, with_lse: bool) -> Callable
 
     by_token = dict.fromkeys(("q", "k", "v", "dout", "dlse"), tokens)
     results = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), tokens)
-    return jax.jit(
+    run: Callable[..., Any] = jax.jit(
         jax.shard_map(
             on_a_rank,
             mesh=ring_mesh(ranks),
@@ -153,6 +155,7 @@ def _program(ranks: int, kernel: Kernel, call: Call, with_lse: bool) -> Callable
             out_specs={**results, "dsinks": everywhere, "dbias": everywhere},
         )
     )
+    return run
 
 
 def _equally_long(plan: Plan) -> Tables:

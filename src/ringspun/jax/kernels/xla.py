@@ -60,10 +60,8 @@ class Xla(Kernel):
                 pairs = _pairs(call, tile, mine, keys, slopes)
                 return _softmax(call, so_far, pairs, keys.v)
 
-            of_keys = _where_any(call, tile, mine, of_keys)
-
             rows = Running(tile.q_rows(running.total), tile.q_row(running.top), tile.q_row(running.weight))
-            rows = tile.over_keys(block, call.head_size, of_keys, rows)
+            rows = tile.over_keys(block, call.head_size, _where_any(call, tile, mine, of_keys), rows)
             return Running(
                 tile.put(running.total, rows.total, TOKENS),
                 tile.put(running.top, rows.top, -1),
@@ -93,9 +91,8 @@ class Xla(Kernel):
                 dkv = keys.add(so_far.dkv, jnp.concatenate([dk, dv], axis=-1))
                 return Sums(so_far.dq + _dot(call, "bkgts,bksd->bkgtd", ds, keys.k), dkv, dslopes)
 
-            of_keys = _where_any(call, tile, mine, of_keys)
-
-            rows = tile.over_keys(block, call.head_size, of_keys, sums._replace(dq=tile.q_rows(sums.dq)))
+            rows = sums._replace(dq=tile.q_rows(sums.dq))
+            rows = tile.over_keys(block, call.head_size, _where_any(call, tile, mine, of_keys), rows)
             return rows._replace(dq=tile.put(sums.dq, rows.dq, TOKENS))
 
         return _over_queries(call, self._sizes(call), tiles, of_queries, sums)
