@@ -27,8 +27,8 @@ def arrays(seed=0, **shapes):
     return [jnp.asarray(rng.standard_normal(shape)) for shape in {**SHAPES, **shapes}.values()]
 
 
-def dense(q, k, v, allowed):
-    return np.swapaxes(attention(*(np.swapaxes(x, 1, 2) for x in (q, k, v)), allowed=allowed)[0], 1, 2)
+def dense(q, k, v, allowed, **terms):
+    return np.swapaxes(attention(*(np.swapaxes(x, 1, 2) for x in (q, k, v)), allowed=allowed, **terms)[0], 1, 2)
 
 
 def close(found, expected):
@@ -116,14 +116,18 @@ def test_G13_a_gradient_inside_of_shard_map():
 
     def of_ring(w, q, k, v):
         def loss(w):
-            return lax.psum((ring_attention(w * q, k, v, axis_name="ring") ** 2).sum(), "ring")
+            sinks = w * jnp.arange(4.0)  # the same on every rank, all the way into the ring
+            return lax.psum((ring_attention(w * q, k, v, axis_name="ring", sinks=sinks) ** 2).sum(), "ring")
 
         return jax.grad(loss)(w)[None]
 
     specs = (PartitionSpec(), TOKENS, TOKENS, TOKENS)
     found = jax.jit(jax.shard_map(of_ring, mesh=mesh, in_specs=specs, out_specs=spec))(jnp.float64(0.5), q, k, v)
     half = 1e-5
-    ends = [(dense((0.5 + e) * q, k, v, Causal().as_array(24)) ** 2).sum() for e in (half, -half)]
+    ends = [
+        (dense(w * q, k, v, Causal().as_array(24), sinks=w * np.arange(4.0)) ** 2).sum()
+        for w in (0.5 + half, 0.5 - half)
+    ]
     assert found.tolist() == pytest.approx([(ends[0] - ends[1]) / (2 * half)] * 2, rel=1e-8)
 
 

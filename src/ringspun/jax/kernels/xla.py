@@ -20,7 +20,8 @@ from ringspun.jax.kernels.base import Block, Call, Kernel, Queries, Running, Sav
 
 SMALLEST, LARGEST = 128, 512
 MOST_SCORES = 1 << 19
-"""Scores of all heads and batch rows that a block chosen from shapes may have, if it is not the smallest: 2 MB in float32, which caches hold."""
+"""Scores of all heads and batch rows that a block chosen from shapes may have, if it is not of the smallest size: 2 MB
+in float32, which caches hold."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TOKENS = -2
 """The axis of tokens in ``[..., T, D]``."""
