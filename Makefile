@@ -24,6 +24,7 @@ demo: env
 check: env
 	$(BIN)/ringspun check --suite full
 	$(BIN)/ringspun check --ranks 1,2,3,4,5,6,7,8 --seq-len 1,2,7,77,128,1000 --dtype float64,float32,bfloat16
+	$(BIN)/ringspun check --framework jax --ranks 1,2,3,8 --seq-len 7,77,128 --dtype float64,float32,bfloat16
 
 # Writes the table of what each kernel does into the README, from what the conformance suite finds.
 support-table: env

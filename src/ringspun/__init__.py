@@ -1,6 +1,7 @@
 """ringspun: exact attention over sequences that no single device can hold.
 
-Masks, layouts and routes live here and need neither torch nor jax. The ring itself is in `ringspun.torch`.
+Masks, layouts and routes live here and need neither torch nor jax. The ring itself is in `ringspun.torch` and in
+`ringspun.jax`.
 """
 
 from ringspun.core.buckets import Buckets

@@ -103,6 +103,17 @@ def test_core_imports_numpy_and_itself_alone(path):
             assert roots & allowed, f"{path.name} imports {name}"
 
 
+@pytest.mark.parametrize("path", sorted(CORE.parent.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE.parent)))
+def test_torch_and_jax_never_meet(path):
+    """In one module, directly or through one of this package's own."""
+    text, roots = path.read_text(encoding="utf-8"), set()
+    for node in ast.walk(ast.parse(text)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        roots |= {word for name in names for word in ("torch", "jax") if word in name.split(".")}
+    assert len(roots) < 2, f"{path.name} imports {roots}"
+
+
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4, 5}, raising=False)
     assert cores() == 3

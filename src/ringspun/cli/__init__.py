@@ -19,7 +19,7 @@ COMMANDS = {
 }
 
 
-_EXTRAS = {"torch": "torch", "transformers": "train", "safetensors": "train", "matplotlib": "plot"}
+_EXTRAS = {"torch": "torch", "jax": "jax", "transformers": "train", "safetensors": "train", "matplotlib": "plot"}
 """What a missing module is an extra of."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import sys
@@ -20,6 +21,7 @@ from ringspun.core.mask import Mask
 from ringspun.core.text import parse_layout, parse_mask
 from ringspun.errors import RingspunError
 from ringspun.testing import cases as tc
+from ringspun.testing import yardstick
 from ringspun.testing.comparison import MANY_RANKS, TENSORS, Errors, errors, judge, rms
 from ringspun.testing.suite import PROPERTIES
 from ringspun.testing.yardstick import DTYPES, rounded
@@ -27,7 +29,10 @@ from ringspun.testing.yardstick import DTYPES, rounded
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 SUITES = ("full",)
 BF16_SEEDS = 4
-MOST_RANKS = {"loopback": 4096, "gloo": 64}
+FRAMEWORKS = ("torch", "jax")
+DEVICES = "devices"
+"""What stands for the driver of jax."""
+MOST_RANKS = {"loopback": 4096, "gloo": 64, DEVICES: 64}
 LONGEST_DENSE = 16_384
 """Longest sequence of the float64 oracle, which holds a score for every pair of tokens."""
 
@@ -48,6 +53,10 @@ def check(
             help="'loopback' (one thread), the default, or 'gloo' (processes); of a suite the default is both."
         ),
     ] = None,
+    framework: Annotated[
+        str,
+        typer.Option(help="'torch', or 'jax': a ring of this process's devices; a CPU is as many as needed."),
+    ] = "torch",
     suite: Annotated[
         str | None, typer.Option(help="'full': the conformance suite, every property, instead of masks and lengths.")
     ] = None,
@@ -63,7 +72,13 @@ def check(
     try:
         one_case_each = {"mask": mask, "seq-len": seq_len, "failures-only": failures_only or None}
         _refuse(one_case_each if suite else {"property": properties}, "without" if suite else "with")
-        drivers = DRIVERS if driver is None and suite else (one_of("driver", driver or "loopback", DRIVERS),)
+        if one_of("framework", framework, FRAMEWORKS) == "jax":
+            _refuse_with_jax({"driver": driver, "suite": suite})
+            drivers: tuple[str, ...] = (DEVICES,)
+        elif driver is None and suite:
+            drivers = DRIVERS
+        else:
+            drivers = (one_of("driver", driver or "loopback", DRIVERS),)
         sizes = integers("ranks", ranks, least=1, most=min(MOST_RANKS[d] for d in drivers))
         if suite:
             one_of("suite", suite, SUITES)
@@ -75,6 +90,8 @@ def check(
     except (ValueError, TypeError) as problem:
         typer.echo(f"ringspun check: {problem}", err=True)
         raise typer.Exit(2) from None
+    if drivers == (DEVICES,):
+        _make_devices(max(sizes))
     ok = run_suite(stages, as_json=as_json) if suite else _run_cases(drivers[0], wanted, as_json, failures_only)
     if not ok:
         raise typer.Exit(1)
@@ -86,6 +103,23 @@ def _refuse(options: Mapping[str, object], word: str) -> None:
         if value is not None:
             other = "with" if word == "without" else "without"
             raise ValueError(f"{name} must be used {word} --suite; got it {other} it.")
+
+
+def _refuse_with_jax(options: Mapping[str, object]) -> None:
+    """Refuse options that jax does not know."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} must be left out with --framework jax; got {value}.")
+
+
+def _make_devices(count: int) -> None:
+    from ringspun.testing import jax as tj
+
+    try:
+        tj.make_devices(count)
+    except RingspunError as problem:
+        typer.echo(f"ringspun check: {problem}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _run_cases(driver: str, wanted: list[tc.Case], as_json: bool, failures_only: bool) -> bool:
@@ -145,10 +179,12 @@ class _Runner:
         seeds = range(BF16_SEEDS) if case.dtype == "bfloat16" else range(1)
         seeded = [replace(case, seed=seed) for seed in seeds]
         found = [self._errors(c) for c in seeded]
-        dense = [_dense_errors(replace(c, ranks=1, layout=tc.LAYOUTS[0])) for c in seeded]
+        of_dense = _yardstick_errors if self._driver == DEVICES else _dense_errors
+        of_one = _device_errors if self._driver == DEVICES else _loopback_errors
+        dense = [of_dense(replace(c, ranks=1, layout=tc.LAYOUTS[0])) for c in seeded]
         alone = None
         if case.dtype == "bfloat16" and case.ranks >= MANY_RANKS:
-            alone = [_loopback_errors(replace(c, ranks=1, layout=tc.LAYOUTS[0])) for c in seeded]
+            alone = [of_one(replace(c, ranks=1, layout=tc.LAYOUTS[0])) for c in seeded]
         ok, bars = judge(case.dtype, found, dense, alone)
         shown = rms(found) if case.dtype == "bfloat16" else {n: max(e.worst[n] for e in found) for n in TENSORS}
         return {
@@ -163,8 +199,8 @@ class _Runner:
         }
 
     def _errors(self, case: tc.Case) -> Errors:
-        if self._driver == "loopback":
-            return _loopback_errors(case)
+        if self._driver in ("loopback", DEVICES):
+            return (_device_errors if self._driver == DEVICES else _loopback_errors)(case)
         if case.ranks not in self._pools:
             from ringspun.testing.pool import RankPool
 
@@ -199,6 +235,20 @@ def _loopback_errors(case: tc.Case) -> Errors:
     return errors(tt.run_ring(case, given), ref)
 
 
+@lru_cache(maxsize=64)
+def _yardstick_errors(case: tc.Case) -> Errors:
+    given, ref = _oracle(_key(case))
+    return errors(yardstick.dense(case, given), ref)
+
+
+@lru_cache(maxsize=64)
+def _device_errors(case: tc.Case) -> Errors:
+    from ringspun.testing import jax as tj
+
+    given, ref = _oracle(_key(case))
+    return errors(tj.run_ring(case, given), ref)
+
+
 def _errors_on_rank(rank: int, case: tc.Case) -> Errors:
     """On a rank of a pool of processes; every rank gathers the whole result, rank 0's is reported."""
     from ringspun.testing import torch as tt
@@ -228,13 +278,11 @@ def _report(driver: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         "passed": passed,
         "driver": driver,
         "python": sys.version.split()[0],
-        "torch": _torch_version(),
+        **_version("jax" if driver == DEVICES else "torch"),
         "worst_error": worst,
         "cases": results,
     }
 
 
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
+def _version(framework: str) -> dict[str, str]:
+    return {framework: str(importlib.import_module(framework).__version__)}
