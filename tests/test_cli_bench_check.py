@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from ringspun.cli import bench, bench_memory, check
+from ringspun.cli import bench_memory, check
 from ringspun.cli.bench import app as bench_app
 from ringspun.cli.check import app as check_app
 from ringspun.errors import PlanError
