@@ -1,4 +1,4 @@
-"""`ringspun bench memory`: a search for the longest length, what is compared with what, and what is refused."""
+"""`ringspun bench memory`: the longest length of a budget, what is compared with what, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ringspun.cli import bench_memory
 from ringspun.cli.bench import app
-from ringspun.cli.bench_memory import FINENESS, longest_within
+from ringspun.testing.context_length import CLOSE
 
 SHAPE = ("--heads", "2", "--kv-heads", "2", "--head-size", "8", "--dtype", "float32")
 INPUT_BYTES = 2 * (2 + 2) * 8 * 4
@@ -25,28 +23,13 @@ def told(*arguments: str, code: int = 0) -> str:
     return result.stdout if code == 0 else result.output
 
 
-@given(each=st.integers(1, 5000), fixed=st.integers(0, 10**5), step=st.integers(1, 300), budget=st.integers(0, 10**7))
-def test_the_longest_length_fits_and_one_part_in_128_more_does_not(each, fixed, step, budget):
-    """Of peaks that grow in steps, too."""
-    asked = []
-
-    def peak(tokens: int) -> int:
-        asked.append(tokens)
-        return fixed + each * -(-tokens // step) * step
-
-    found = longest_within(budget, peak)
-    assert found == 0 or peak(found) <= budget
-    assert peak(found + max(1, found // FINENESS)) > budget
-    assert max(asked) <= max(1, 2 * found + 1) and len(asked) < 64
-
-
 def test_of_a_budget_ring_sizes_are_compared_by_the_lengths_that_fit(monkeypatch):
     """Inputs count: 100 bytes a token above them on 2 ranks, 300 on 8."""
     monkeypatch.setattr(bench_memory, "_on_ranks", peaks_of({2: 100, 8: 300}))
     rows = json.loads(told("--ranks", "2,8", "--budget-mb", "1", *SHAPE, "--json"))["rows"]
     exact = {r: 10**6 // (INPUT_BYTES + more) for r, more in ((2, 100), (8, 300))}
     for row in rows:
-        assert exact[row["ranks"]] * (1 - 1 / FINENESS) - 1 <= row["tokens_per_rank"] <= exact[row["ranks"]]
+        assert exact[row["ranks"]] * (1 - CLOSE) - 1 <= row["tokens_per_rank"] <= exact[row["ranks"]]
         assert row["seq_len"] == row["ranks"] * row["tokens_per_rank"] and row["peak_bytes"] <= row["budget_bytes"]
     assert rows[1]["over_first"] == rows[1]["seq_len"] / rows[0]["seq_len"]
     assert "R=8 K=2 float32: " in told("--ranks", "8", "--budget-mb", "1", *SHAPE)
@@ -73,7 +56,7 @@ def test_of_a_length_each_ring_size_is_beside_the_first_and_the_one_before(monke
         (["--budget-mb", "9999999999"], 2, "budget-mb must be at most"),
         (["--budget-mb", "9", "--mask", "documents([3, 5])"], 2, "documents"),
         (["--route", "direct", "--block-size", "8"], 2, "block-size must come with --route ring; got direct"),
-        (["--budget-mb", "1", "--head-size", "9999"], 1, "budget-mb must hold one token per rank"),
+        (["--budget-mb", "1", "--head-size", "9999"], 1, "budget must hold a sequence of 16 tokens"),
     ],
 )
 def test_what_cannot_be_searched_is_told_in_one_line(monkeypatch, options, code, words):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,14 +20,11 @@ from ringspun.cli.measured import (
     route_in_blocks,
 )
 from ringspun.cli.options import bounded, integers, split_list
-from ringspun.errors import ConfigError
 
 if TYPE_CHECKING:
     from ringspun.testing.timing import Work
 
 MB = 1_000_000
-FINENESS = 128
-"""A longest length is found to one part in so many."""
 
 
 def memory(
@@ -90,19 +85,6 @@ def memory(
         typer.echo(_told(row))
 
 
-def longest_within(budget: int, peak: Callable[[int], int]) -> int:
-    """The most tokens whose `peak` is within `budget`, to one part in 128; 0 if not even one token's is.
-
-    Doubles until too much is asked, then bisects; so `peak` must grow with tokens, in steps if it likes.
-    """
-    too_many = 1
-    while peak(too_many) <= budget:
-        too_many *= 2
-    fits = too_many // 2
-    finer = range(fits, too_many, max(1, fits // FINENESS))
-    return fits and finer[bisect_right(finer, budget, lo=1, key=peak) - 1]
-
-
 def _holds(budget_mb: int, ranks: int) -> None:
     """The search asks for up to twice the budget of every rank; in one machine."""
     if 2 * ranks * budget_mb * MB > machine_bytes():
@@ -119,17 +101,16 @@ def _peak(work: Work) -> dict[str, Any]:
 
 
 def _longest(work: Work, budget: int) -> dict[str, Any]:
+    from ringspun.testing.context_length import longest
+
     with _on_ranks(work.ranks) as peaks_of:
 
-        @cache
         def peak(tokens: int) -> int:
             longer = replace(work, seq_len=tokens * work.ranks)
             return max(peaks_of(longer)) + _input_bytes(longer)
 
-        tokens = longest_within(budget, peak)
-        if not tokens:
-            raise ConfigError(f"budget-mb must hold one token per rank, {peak(1):,} bytes; got {budget:,} bytes.")
-        found = {"tokens_per_rank": tokens, "peak_bytes": peak(tokens), "budget_bytes": budget}
+        tokens, held, _ = longest(peak, budget, start=64)
+    found = {"tokens_per_rank": tokens, "peak_bytes": held, "budget_bytes": budget}
     return {**described(replace(work, seq_len=tokens * work.ranks)), **found}
 
 
