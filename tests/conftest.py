@@ -1,6 +1,9 @@
 """One pool of processes per ring size for the whole run, and how Hypothesis runs: the same examples every time, so that
 a verdict never depends on luck, and without a deadline, because a busy machine is no fault.
 `pytest --hypothesis-profile=explore` draws new examples, and many more of them.
+
+`pytest -n 2 --dist loadgroup` runs files side by side, and all tests of processes in one worker, one after another:
+their ranks are not twice as many, and wait for nobody but each other.
 """
 
 from __future__ import annotations
@@ -25,6 +28,15 @@ PRELOAD = (
     "ringspun.train.proof",
     "transformers.models.llama.modeling_llama",
 )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("loadgroup", False):
+        return
+    for item in items:
+        alone = item.get_closest_marker("processes") or "pools" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("processes" if alone else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from ringspun.cli import bench, check
+from ringspun.cli import bench_memory, check
 from ringspun.cli.bench import app as bench_app
 from ringspun.cli.check import app as check_app
 from ringspun.errors import PlanError
@@ -81,7 +81,7 @@ def test_bench_tells_a_failed_rank_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     def fail(work: Work) -> None:
         raise RankFailed({1: Failure("PlanError", "no plan.", "Traceback ...\n...")})
 
-    monkeypatch.setattr(bench, "_peaks", fail)
+    monkeypatch.setattr(bench_memory, "_peak", fail)
     assert one_line(bench_app, "memory", code=1) == "ringspun bench: ring rank 1 raised PlanError: no plan.\n"
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from ringspun.cli import bench
 from ringspun.cli.bench import app
+from ringspun.cli.measured import described
 from ringspun.core.links import Link, Links
 
 
@@ -68,7 +69,7 @@ def test_a_sweep_ends_at_the_first_length_from_which_a_ring_pays(monkeypatch):
     def measure(work, pairs):
         asked.append((work.batch, work.ranks, work.seq_len))
         ratio = ratios[work.seq_len] / work.batch
-        return {**bench._described(work), "ratio": ratio, "ratio_low": ratio, "ratio_high": ratio} | {
+        return {**described(work), "ratio": ratio, "ratio_low": ratio, "ratio_high": ratio} | {
             "ring_s": 1.0, "alone_s": 1.0
         }  # fmt: skip
 
@@ -118,7 +119,7 @@ def test_utilisation_is_what_the_busiest_rank_sends_over_the_links_peak(monkeypa
         bench,
         "_measure",
         lambda work, pairs: (
-            {**bench._described(work), "ratio": 1, "ratio_low": 1, "ratio_high": 1, "alone_s": 1} | {"ring_s": 1e-3}
+            {**described(work), "ratio": 1, "ratio_low": 1, "ratio_high": 1, "alone_s": 1} | {"ring_s": 1e-3}
         ),
     )
     options = ["ring", "--ranks", "2", "--seq-len", "8", "--heads", "1", "--head-size", "2", "--mask", "full"]

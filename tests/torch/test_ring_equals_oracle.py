@@ -31,8 +31,10 @@ def check_float64(case: Case, kernel: str | None = None) -> None:
     ("ranks", "kernel"), [(r, "aten_cpu") for r in range(1, 9)] + [(r, "eager") for r in (1, 3, 8)]
 )
 def test_float64_equals_the_oracle(ranks, kernel, layout):
+    """Every other mask, in turn: each meets every ring size, and every layout."""
+    first = (ranks + LAYOUTS.index(layout)) % 2
     for seq_len in LENGTHS[kernel]:
-        for seed, mask in enumerate(all_masks(seq_len)):
+        for seed, mask in list(enumerate(all_masks(seq_len)))[first::2]:
             check_float64(Case(ranks, seq_len, mask, layout, seed=seed), kernel)
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspun.cli import bench_checkpointing, bench_context, bench_machine, bench_peers, bench_strategies
-from ringspun.cli.measured import BYTES, MOST_RANKS, measured_rows
-from ringspun.cli.options import bounded, integers, one_of, split_list
+from ringspun.cli import (
+    bench_checkpointing,
+    bench_context,
+    bench_machine,
+    bench_memory,
+    bench_peers,
+    bench_strategies,
+)
+from ringspun.cli.measured import BYTES, MOST_RANKS, attention_work, described, measured_rows, route_in_blocks
+from ringspun.cli.options import bounded, integers
 from ringspun.core.host import cores
 from ringspun.core.links import Links
-from ringspun.core.mask import Mask
-from ringspun.core.route import Ring, Route
-from ringspun.core.text import parse_layout, parse_mask, parse_route
 from ringspun.errors import RingspunError
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ def _bench() -> None:
 
 app.command()(bench_machine.links)
 app.command()(bench_machine.kernels)
+app.command()(bench_memory.memory)
 app.command()(bench_strategies.strategies)
 app.command()(bench_checkpointing.checkpointing)
 app.command()(bench_peers.peers)
@@ -75,13 +79,13 @@ def ring(
     def wanted() -> list[list[Work]]:
         bounded("pairs", pairs, least=9)
         shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
-        used = _route(route, block_size)
+        used = route_in_blocks(route, block_size)
         lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
         batches, degrees = integers("batch", batch, least=1), integers("ulysses", ulysses, least=1)
         asked = [(r, u, b) for b in batches for r in sizes for u in degrees]
 
         def works(r: int, u: int, b: int) -> list[Work]:
-            return [_work(r, s, shape, mask, layout, used, b, u) for s in sorted(lengths)]
+            return [attention_work(r, s, shape, mask, layout, used, b, u) for s in sorted(lengths)]
 
         if sweep:
             return [works(*one) for one in asked]
@@ -110,108 +114,6 @@ def ring(
         )
         if sweep and row["ratio_high"] <= PAYS:
             typer.echo(f"R={row['ranks']} B={row['batch']}: pays from {row['seq_len']} tokens")
-
-
-@app.command()
-def memory(
-    ranks: Annotated[str, typer.Option(help="Ring sizes, comma list.")] = "2,8",
-    tokens_per_rank: Annotated[
-        int | None, typer.Option(help="Local length T of every rank (tokens).", show_default="4096")
-    ] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Instead: global length S, shared by the ranks (tokens).")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
-    kv_heads: Annotated[str, typer.Option(help="Key/value heads, comma list.")] = "4,1",
-    head_size: Annotated[int, typer.Option(help="Head size.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16, float16; comma list.")] = "float32,bfloat16",
-    mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
-    layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
-    route: Annotated[str, typer.Option(help="Route.")] = "ring",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Peak bytes per rank of a ring's forward + backward, at a fixed local or global length, by the profiler's memory
-    events."""
-
-    def wanted() -> list[Work]:
-        if seq_len is not None and tokens_per_rank is not None:
-            raise ValueError("seq-len and tokens-per-rank must not both be given. Leave one out.")
-        local = bounded("tokens-per-rank", 4096 if tokens_per_rank is None else tokens_per_rank, least=1)
-        sizes = integers("ranks", ranks, least=1, most=MOST_RANKS)
-        shapes = [(heads, k, head_size, d) for d in split_list(dtype) for k in integers("kv-heads", kv_heads, least=1)]
-        length = None if seq_len is None else bounded("seq-len", seq_len, least=1)
-        used = parse_route(route)
-        return [_work(r, length or r * local, shape, mask, layout, used) for shape in shapes for r in sizes]
-
-    rows = measured_rows(wanted, _peaks)
-    for row in rows:
-        first = next(r for r in rows if (r["dtype"], r["kv_heads"]) == (row["dtype"], row["kv_heads"]))
-        row["over_first"] = row["peak_bytes"] / first["peak_bytes"]
-    if as_json:
-        typer.echo(json.dumps({"rows": rows}, indent=1))
-        return
-    for row in rows:
-        typer.echo(
-            f"R={row['ranks']} K={row['kv_heads']} {row['dtype']}: {row['peak_bytes']:,} bytes per rank, "
-            f"{row['over_first']:.3f} of the first ring size; {row['units']:.1f} x H*T*D elements"
-        )
-
-
-def _work(
-    ranks: int, seq_len: int, shape: tuple[int, int, int, str], mask: str, layout: str, route: Route, batch: int = 1,
-    ulysses: int = 1,
-) -> Work:  # fmt: skip
-    """The work, if a ring can do it on this machine."""
-    from ringspun.testing.timing import Work
-
-    heads, kv_heads, head_size, dtype = shape
-    element = BYTES[one_of("dtype", dtype, tuple(BYTES))]
-    bounded("heads", heads, least=1)
-    bounded("head-size", head_size, least=1)
-    if heads % bounded("kv-heads", kv_heads, least=1):
-        raise ValueError(f"kv-heads must divide heads; got {kv_heads} and heads = {heads}.")
-    needed = 4 * batch * seq_len * (heads + kv_heads) * head_size * element  # q, k, v, out and their gradients
-    if needed > _memory():
-        raise ValueError(
-            f"q, k, v, out and their gradients must fit this machine's {_memory():,} bytes; they take {needed:,} "
-            f"(batch {batch}, seq-len {seq_len}, heads {heads} and {kv_heads}, head-size {head_size}, {dtype}). "
-            "Ask for less."
-        )
-    if ranks % ulysses or ulysses > heads:
-        raise ValueError(f"ulysses must divide ranks and be at most heads; got {ulysses}, {ranks} and {heads}.")
-    dealt = _fitting(mask, seq_len), parse_layout(layout), batch
-    return Work(ranks, seq_len, *shape, *dealt, route=route, ulysses=ulysses)
-
-
-def _route(text: str, block_size: int | None) -> Route:
-    route = parse_route(text)
-    if block_size is None:
-        return route
-    if route != Ring():
-        raise ValueError(f"block-size must come with --route ring; got {route}. Leave one out.")
-    return Ring(bounded("block-size", block_size, least=1))
-
-
-def _fitting(text: str, seq_len: int) -> Mask:
-    mask = parse_mask(text)
-    mask.regions(seq_len, seq_len)  # a mask that does not fit its length is refused before any rank starts
-    return mask
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory; 1 TiB where the system does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 1 << 40
-
-
-def _peaks(work: Work) -> dict[str, Any]:
-    from ringspun.testing.pool import RankPool
-    from ringspun.testing.timing import peak_on_rank
-
-    with RankPool(work.ranks) as pool:
-        peaks = pool.run(peak_on_rank, work, timeout_s=600.0)
-    element = work.heads * -(-work.seq_len // work.ranks) * work.head_size * BYTES[work.dtype]
-    return {**_described(work), "peak_bytes": max(peaks), "peaks": peaks, "units": max(peaks) / element}
 
 
 def _links(path: str) -> Links:
@@ -252,11 +154,6 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
     return {"sent_bytes": sent, "hops": hops, "least_s": sent / links.near.peak if links else 0.0}
 
 
-def _described(work: Work) -> dict[str, Any]:
-    sizes = {k: v for k, v in asdict(work).items() if isinstance(v, int | str)}
-    return {**sizes, "mask": str(work.mask), "layout": str(work.layout), "route": str(work.route)}
-
-
 def _measure(work: Work, pairs: int) -> dict[str, Any]:
     """Warm both once, then time them in turn."""
     import torch
@@ -274,7 +171,7 @@ def _measure(work: Work, pairs: int) -> dict[str, Any]:
             alone_s.append(time_alone(work, 1)[0][0])
     ratio = paired_ratio(ring_s, alone_s)
     return {
-        **_described(work),
+        **described(work),
         "ratio": ratio.median,
         "ratio_low": ratio.low,
         "ratio_high": ratio.high,
