@@ -12,8 +12,9 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
+# In two workers: files side by side, and beside them all tests of processes, one after another.
 test: env lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Trains a small Llama on this Python's own standard library, one sequence over 4 local ranks; nothing is downloaded.
 demo: env

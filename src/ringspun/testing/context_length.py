@@ -105,7 +105,8 @@ class SmallLlama(nn.Module):
         hidden, weight = self.norm(x), self.embedding.weight
         if self.blocks:
             terms = Terms(chunk_tokens=self.shape.block_size)
-            return linear_token_loss(hidden, Head(weight), targets, total_targets=total, terms=terms)
+            share: Tensor = linear_token_loss(hidden, Head(weight), targets, total_targets=total, terms=terms)
+            return share
         return token_loss(F.linear(hidden, weight), targets, total_targets=total)
 
 
@@ -114,7 +115,8 @@ def all_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+    weights: Tensor = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return weights @ v
 
 
 def step_bytes(shape: Shape, way: str, part: Partition) -> int:

@@ -13,7 +13,7 @@ Source: Liu and Abbeel 2023 (arXiv 2305.19370), algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -24,6 +24,11 @@ from ringspun.train.blockwise import blockwise
 from ringspun.train.rotary import rotate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _on_one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Any = blockwise_attention(q, k, v)
+    return cast(Tensor, out)
 
 
 class GatedFeedForward(nn.Module):
@@ -89,7 +94,7 @@ class BlockwiseTransformerLayer(nn.Module):
         self,
         x: Tensor,
         *,
-        attention: Attention = blockwise_attention,
+        attention: Attention = _on_one_device,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """``[B, T, C]`` to ``[B, T, C]``.

@@ -86,7 +86,7 @@ def linear_token_loss(
         hidden: ``[..., C]``, the last hidden states of this rank's tokens. head: what makes logits of them.
         targets, total_targets, weights: as for `token_loss`. terms: what else counts, and the chunks.
     """
-    summed = linear_cross_entropy(hidden, head, targets, weights=weights, reduction="sum", terms=terms)
+    summed: Tensor = linear_cross_entropy(hidden, head, targets, weights=weights, reduction="sum", terms=terms)
     return summed / (total_targets or 1)
 
 
