@@ -135,7 +135,7 @@ def test_hugging_face_data_sets(tmp_path):
             open_source(wrong)
 
 
-@pytest.mark.parametrize("what", ["a.txt", 5, {"train": []}, iter([1]), None], ids=repr)
+@pytest.mark.parametrize("what", ["a.txt", 5, {"train": []}, iter([1]), None], ids=lambda x: type(x).__name__)
 def test_what_is_no_source_is_refused(what):
     with pytest.raises(DataError, match=r"source must be a list, .* A file: write Path\(name\)"):
         open_source(what)
