@@ -71,6 +71,9 @@ class Told:
     digest: str = ""
     position: dict[str, int] = field(default_factory=dict)
 
+    def sequence(self, scene: Any) -> None:
+        pass
+
     def step(self, record: StepRecord) -> None:
         self.losses.append(record.loss)
         self.norms.append(record.grad_norm)

@@ -63,6 +63,15 @@ def test_every_mesh_has_the_losses_of_one_process(runs) -> None:
         assert one.position == expected.position
 
 
+def test_what_saves_memory_goes_with_fsdp(runs, pools) -> None:
+    """Layers that run again, and in blocks, on weights that come and go; logits by chunks."""
+    folder, told = runs
+    saving = {"checkpointing": "attention", "feed_forward_block": 8, "loss_chunk": 4, "name": "saving"}
+    found = pools(4).run(mr.train_on, MESHES[4][2], folder, {"steps": STEPS, "checkpoint_every": 0, **saving})
+    assert found[0].losses == pytest.approx(told["alone"].losses, rel=1e-5)
+    assert found[0].norms == pytest.approx(told["alone"].norms, rel=1e-4)
+
+
 def test_checkpoints_load_on_any_other_mesh_bit_for_bit(runs, pools, tmp_path: Path) -> None:
     """Weights, moments and generator: whole and sharded ones, on other meshes, other numbers of ranks, and alone."""
     folder, told = runs

@@ -276,7 +276,7 @@ def save_model(model: nn.Module, path: Path, state: dict[str, Tensor] | None = N
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        cast(Any, model).save_pretrained(path, state_dict=state)
+        cast(Any, model).save_pretrained(path, **({} if state is None else {"state_dict": state}))
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -70,7 +70,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         ConfigError: there are none.
     """
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    # by any base, for a layer that computes block by block is of a class of its own
+    found = [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
     if not found:
         raise ConfigError(
             f"layers must be given for a model that does not say which they are; {type(model).__name__} does not. "
