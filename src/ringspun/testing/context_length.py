@@ -173,9 +173,10 @@ def _next(known: dict[int, int], budget: int, fits: int, beyond: int) -> int:
     if len(known) % 3 == 2:  # the curve alone creeps where much of the bytes is fixed
         return (fits + beyond) // 2
     held = max(1, known[fits])
-    power = math.log(beyond / fits) / math.log(known[beyond] / held)  # a straight line on log scales
+    power: float = math.log(beyond / fits) / math.log(known[beyond] / held)  # a straight line on log scales
     aside = 0.4 * CLOSE * fits * (1 if len(known) % 3 else -1)  # a little to either side: it closes the gap
-    return min(max(round(fits * (budget / held) ** power + aside), fits + 1), beyond - 1)
+    at = round(fits * math.pow(budget / held, power) + aside)
+    return min(max(at, fits + 1), beyond - 1)
 
 
 def compare(shape: Shape, budget_bytes: int, rings: list[int], said: Callable[[str], None]) -> list[Longest]:
