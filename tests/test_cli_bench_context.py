@@ -33,7 +33,7 @@ def test_the_longest_length_is_found_in_few_steps(
     found, held, steps = longest(bytes_of, budget, start=start)
     assert held == bytes_of(found) <= budget
     assert bytes_of(found + max(1, round(CLOSE * found) + 1)) > budget * (1 - noise)
-    assert steps <= 16
+    assert steps <= 14  # 11 in 30,000 seeded ones
 
 
 def test_a_budget_that_holds_nothing_is_said_to() -> None:

@@ -13,6 +13,7 @@ Source of the comparison: Liu et al. 2023 (arXiv 2310.01889), table 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -167,13 +168,15 @@ def _next(known: dict[int, int], budget: int, fits: int, beyond: int) -> int:
     """The length to try between the longest that fits and the shortest that does not; 0: not known yet."""
     if not beyond:
         return max(fits + 1, min(8 * fits, round((1 + CLOSE / 2) * fits * budget / known[fits])))
-    if not fits:
-        return max(1, min(beyond - 1, round((1 - CLOSE / 2) * beyond * budget / known[beyond])))
-    if len(known) % 3 == 2:  # a line alone creeps where bytes grow as a square
+    if not fits:  # as if bytes grew as a square: too far down would be a long way up again
+        return max(1, min(beyond - 1, round((1 - CLOSE / 2) * beyond * math.sqrt(budget / known[beyond]))))
+    if len(known) % 3 == 2:  # the curve alone creeps where much of the bytes is fixed
         return (fits + beyond) // 2
-    line = fits + (beyond - fits) * (budget - known[fits]) / (known[beyond] - known[fits])
+    held = max(1, known[fits])
+    power: float = math.log(beyond / fits) / math.log(known[beyond] / held)  # a straight line on log scales
     aside = 0.4 * CLOSE * fits * (1 if len(known) % 3 else -1)  # a little to either side: it closes the gap
-    return min(max(round(line + aside), fits + 1), beyond - 1)
+    at = round(fits * math.pow(budget / held, power) + aside)
+    return min(max(at, fits + 1), beyond - 1)
 
 
 def compare(shape: Shape, budget_bytes: int, rings: list[int], said: Callable[[str], None]) -> list[Longest]:
