@@ -164,11 +164,31 @@ def test_a_config_json_is_read(tmp_path):
     slid = config(tmp_path, sliding_window=512, layer_types=layers)
     assert (slid.window, slid.full_layers) == (512, 16)
     assert config(tmp_path, sliding_window=512, use_sliding_window=False).window is None
+    assert config(tmp_path, layer_types=["full_attention"] * 32, sliding_window=512).window is None
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257})
     )
     gpt = model(str(tmp_path))
     assert gpt.parameters == PARAMETERS["gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "full"),
+    [
+        ({"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 12}, 512, 20),
+        ({"model_type": "qwen2"}, None, 32),  # slides only where it is told to
+        ({"model_type": "qwen2", "use_sliding_window": True}, 512, 28),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 8}, 512, 8),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99}, 512, 32),
+        ({"model_type": "gemma3_text"}, 512, 5),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 4}, 512, 8),
+        ({"model_type": "gemma2"}, 512, 16),
+        ({"model_type": "mistral"}, 512, 0),
+    ],
+)
+def test_layers_slide_as_their_kind_has_it(tmp_path, values, window, full):
+    found = config(tmp_path, sliding_window=512, **values)
+    assert (found.window, found.full_layers) == (window, full)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +201,8 @@ def test_a_config_json_is_read(tmp_path):
         ({"num_local_experts": 8}, "model must be dense; got a mixture of 8 experts"),
         ({"layer_types": ["linear_attention"]}, "layers must be full or sliding attention; got linear_attention"),
         ({"num_hidden_layers": "many"}, "layers must be right"),
+        ({"layer_types": 5}, "layer_types must be a list; got 5"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types must name each of 32 layers; got 3"),
     ],
 )
 def test_a_config_json_that_cannot_be_is_told(tmp_path, values, words):

@@ -33,6 +33,7 @@ class Model(Entry):
     positions: int = Field(default=0, ge=0, description="Rows of a table of positions.")
     window: int | None = Field(default=None, gt=0, description="Keys that a query of a sliding layer sees.")
     full_every: int = Field(default=0, ge=0, description="One layer of so many sees all keys; 0: all slide.")
+    full: int | None = Field(default=None, ge=0, description="Or how many layers see all keys.")
 
     @model_validator(mode="before")
     @classmethod
@@ -55,6 +56,11 @@ class Model(Entry):
             raise ValueError("head_size must be at least 1; got 0.")
         if self.full_every and self.window is None:
             raise ValueError(f"full_every must come with a window; got {self.full_every} and none.")
+        if self.full is not None and (self.window is None or self.full > self.layers):
+            raise ValueError(
+                f"full must come with a window and be at most layers; got {self.full}, window = {self.window}, "
+                f"layers = {self.layers}."
+            )
         return self
 
     @property
@@ -103,6 +109,8 @@ class Model(Entry):
         """Layers that see all keys."""
         if self.window is None:
             return self.layers
+        if self.full is not None:
+            return self.full
         return self.layers // self.full_every if self.full_every else 0
 
 
@@ -171,9 +179,15 @@ def _refuse(config: Mapping[str, Any], path: Path) -> None:
     experts = _first(config, _EXPERTS)
     if experts is not None:
         raise ConfigError(f"{path}: model must be dense; got a mixture of {experts} experts, which is not planned for.")
-    other = {str(t) for t in config.get("layer_types") or ()} - {"full_attention", "sliding_attention"}
+    types = config.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ConfigError(f"{path}: layer_types must be a list; got {types!r}.")
+    other = {str(t) for t in types} - {"full_attention", "sliding_attention"}
     if other:
         raise ConfigError(f"{path}: layers must be full or sliding attention; got {', '.join(sorted(other))}.")
+    layers = _first(config, _NAMES["layers"])
+    if types and len(types) != layers:
+        raise ConfigError(f"{path}: layer_types must name each of {layers} layers; got {len(types)}.")
 
 
 def _by_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -190,11 +204,17 @@ def _by_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _window(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    window = config.get("sliding_window")
-    types = config.get("layer_types")
-    if window is None or config.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    qwen = kind.startswith("qwen")
+    if window is None or not config.get("use_sliding_window", not qwen):
         return {}
     if types:
-        full = types.count("full_attention")
-        return {"window": window, "full_every": len(types) // full if full else 0}
-    return {"window": window, "full_every": {"gemma2": 2}.get(kind, config.get("sliding_window_pattern", 0))}
+        return {"window": window, "full": types.count("full_attention")} if "sliding_attention" in types else {}
+    if qwen:  # the first layers see all keys
+        most, layers = config.get("max_window_layers", 28), _first(config, _NAMES["layers"])
+        return {
+            "window": window,
+            "full": min(most, layers) if isinstance(most, int) and isinstance(layers, int) else most,
+        }
+    every = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind, 0)
+    return {"window": window, "full_every": config.get("sliding_window_pattern", every)}
