@@ -172,6 +172,38 @@ def test_a_config_json_is_read(tmp_path):
     assert gpt.parameters == PARAMETERS["gpt2"]
 
 
+PLAIN = {
+    "gpt_neox": (
+        6_857_302_016,  # Pythia 6.9B
+        {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "vocab_size": 50432},
+    ),
+    "gpt_bigcode": (
+        15_517_456_384,  # StarCoder
+        {"n_embd": 6144, "n_inner": 24576, "n_head": 48, "n_layer": 40, "vocab_size": 49152, "n_positions": 8192,
+         "multi_query": True},
+    ),
+    "opt": (
+        6_658_473_984,
+        {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "vocab_size": 50272, "max_position_embeddings": 2048},
+    ),
+    "starcoder2": (
+        3_030_371_328,
+        {"hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 24, "num_key_value_heads": 2,
+         "num_hidden_layers": 30, "vocab_size": 49152},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_kinds_without_a_gate_have_two_matrices(tmp_path, kind):
+    """Counted as their publishers' own weights have them."""
+    parameters, values = PLAIN[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **values}))
+    assert model(str(tmp_path)).parameters == parameters
+
+
 @pytest.mark.parametrize(
     ("values", "window", "full"),
     [
@@ -201,6 +233,7 @@ def test_layers_slide_as_their_kind_has_it(tmp_path, values, window, full):
         ({"num_local_experts": 8}, "model must be dense; got a mixture of 8 experts"),
         ({"layer_types": ["linear_attention"]}, "layers must be full or sliding attention; got linear_attention"),
         ({"num_hidden_layers": "many"}, "layers must be right"),
+        ({"kv_lora_rank": 256}, "Latent attention is not planned for"),
         ({"layer_types": 5}, "layer_types must be a list; got 5"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types must name each of 32 layers; got 3"),
     ],

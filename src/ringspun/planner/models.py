@@ -147,7 +147,17 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "tied": ("tie_word_embeddings",),
 }
 """A field, and what configurations call it."""
-_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"tied": True},
+    "gpt_bigcode": {"tied": True},
+    "opt": {"tied": True},
+    "starcoder2": {"tied": True},
+    "gpt_neox": {},
+    "phi": {"norms": 1},
+    "nemotron": {"biases": "none"},
+}
+"""Kinds of two matrices in the feed-forward layer, with biases everywhere, and what else they have."""
 
 
 def from_config(path: Path) -> Model:
@@ -179,6 +189,11 @@ def _refuse(config: Mapping[str, Any], path: Path) -> None:
     experts = _first(config, _EXPERTS)
     if experts is not None:
         raise ConfigError(f"{path}: model must be dense; got a mixture of {experts} experts, which is not planned for.")
+    if config.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{path}: keys and values must be projected from the tokens; got kv_lora_rank = {config['kv_lora_rank']}. "
+            "Latent attention is not planned for."
+        )
     types = config.get("layer_types") or []
     if not isinstance(types, list):
         raise ConfigError(f"{path}: layer_types must be a list; got {types!r}.")
@@ -195,12 +210,21 @@ def _by_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if kind.startswith("gemma"):
         found |= {"tied": config.get("tie_word_embeddings", True), "norms": 2 if kind == "gemma" else 4}
-    if kind == "gpt2":
-        found |= {"gated": False, "biases": "all", "tied": True, "positions": config.get("n_positions", 1024)}
+    if kind in _PLAIN:
+        found |= {"gated": False, "biases": "all", "positions": _positions(config, kind), **_PLAIN[kind]}
     elif kind == "qwen2" or config.get("attention_bias"):
         found["biases"] = "qkv"
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
     found["qk_norm"] = kind in ("qwen3", "gemma3", "gemma3_text")
     return found | _window(config, kind)
+
+
+def _positions(config: Mapping[str, Any], kind: str) -> Any:
+    if kind == "opt":
+        most = config.get("max_position_embeddings", 2048)
+        return most + 2 if isinstance(most, int) else most  # its table begins two rows early
+    return config.get("n_positions", 1024) if kind in ("gpt2", "gpt_bigcode") else 0
 
 
 def _window(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
