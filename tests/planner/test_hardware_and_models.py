@@ -133,6 +133,19 @@ def test_parameters_are_counted_to_the_last(name, count):
     assert model(name).parameters == count
 
 
+def test_a_config_json_is_named_by_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    monkeypatch.chdir(folder)
+    assert [model(name).name for name in ("config.json", ".", str(folder))] == ["mine"] * 3
+
+
+def test_a_name_longer_than_any_file_is_unknown():
+    with pytest.raises(ConfigError, match="model must be a known one"):
+        model("a" * 5000)
+
+
 def test_sliding_layers():
     assert model("mistral-7b").full_layers == 0
     assert (model("gemma-2-9b").full_layers, model("gemma-2-9b").layers) == (21, 42)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from os.path import isdir
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -128,8 +129,8 @@ def model(name: str) -> Model:
         ConfigError: no such name or file; with the nearest names.
     """
     path = Path(name)
-    if path.suffix == ".json" or path.is_dir():
-        return from_config(path / "config.json" if path.is_dir() else path)
+    if path.suffix == ".json" or isdir(path):
+        return from_config(path / "config.json" if isdir(path) else path)
     names = {squeezed(n): found for n, found in known_models().items()}
     if squeezed(name) not in names:
         raise ConfigError(unknown("model", name, known_models()) + " A Hugging Face config.json serves too.")
@@ -177,7 +178,9 @@ def from_config(path: Path) -> Model:
         values["intermediate"] = 4 * values["hidden"]
     values = {field: value for field, value in values.items() if value is not None}
     return checked(
-        Model, {**values, "name": config.get("_name_or_path") or path.parent.name, **_by_kind(config, kind)}, str(path)
+        Model,
+        {**values, "name": config.get("_name_or_path") or path.resolve().parent.name, **_by_kind(config, kind)},
+        str(path),
     )
 
 
