@@ -11,6 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from ringspun.cli.options import tokens
 from ringspun.cli.plan import app
 from ringspun.core.links import Link, Links
 from ringspun.train.config import load_config
@@ -130,6 +131,19 @@ def test_slices_accuracy_and_lists():
     words = told("accuracy")
     assert re.search(r"itemised memory, one recipe +│ 23 +│ 36 ", words)
     assert "a scaling law, fitted" in words and "llama-3-70b" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("131072", 131072), ("1,048,576", 1 << 20), ("1_000", 1000), ("1.5K", 1536), (" 2m ", 2 << 20)]
+)
+def test_tokens_are_read_as_people_write_them(text, value):
+    assert tokens(text) == value
+
+
+@pytest.mark.parametrize("text", ["1kk", "1MK", "1,5M", "1,50", "K", "", "inf", "nan", "1e15", "0.3", "-1"])
+def test_what_may_be_another_number_is_none(text):
+    with pytest.raises(ValueError, match="tokens must be a whole number from 1 on"):
+        tokens(text)
 
 
 @pytest.mark.parametrize(
