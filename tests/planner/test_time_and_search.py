@@ -159,6 +159,12 @@ def test_the_longest_is_the_longest():
         assert plan.job.seq_len <= plan.longest.tokens < plan.job.seq_len + 1
 
 
+def test_a_step_of_the_longest_has_a_sequence_for_every_replica():
+    plans = search(Question(LLAMA, cluster("H100", 64)), keep=100)
+    assert max(p.job.split.dp for p in plans) >= 8
+    assert all(p.passes >= 1 and p.tokens_per_s > 0 and p.mfu > 0 for p in plans)
+
+
 def test_a_slow_link_between_nodes_wants_the_double_ring():
     """Slices that hide inside a node and not between."""
     slow = cluster("A100", 32, node=4, far="tcp-100")

@@ -163,7 +163,8 @@ def _jobs(question: Question, seq_len: int, batch: int) -> Iterator[Job]:
 
 
 def _passes(question: Question, job: Job) -> int:
-    return question.sequences(job.seq_len) // job.split.dp
+    """At least one: the longest length takes so many replicas that a step's usual tokens may be fewer."""
+    return max(1, question.sequences(job.seq_len) // job.split.dp)
 
 
 def _method(split: Split) -> Method:
