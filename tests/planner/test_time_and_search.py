@@ -183,6 +183,14 @@ def test_a_slow_link_between_nodes_wants_the_double_ring():
         (lambda: Question(LLAMA, H100, 8192, batch=-1), "batch must be at least 1; got -1"),
         (lambda: Question(LLAMA, H100, price=-1.0), "price must be a number >= 0"),
         (lambda: search(Question(LLAMA, H100, 10**9, batch=1)), "seq_len must fit 8 x H100; got 1,000,000,000 tokens"),
+        (
+            lambda: search(Question(LLAMA, H100, 370_000, batch=1), only=lambda s: s.ring == 8),
+            "At most about 359,",  # what a ring holds, not what splitting heads does
+        ),
+        (
+            lambda: search(Question(LLAMA, H100, 4, batch=1)),
+            "seq_len must give each device a token; got 4 tokens for 8",
+        ),
         (lambda: search(Question(model("llama-3-405b"), H100, 8192)), "model must fit 8 x H100; got llama-3-405b"),
     ],
 )
