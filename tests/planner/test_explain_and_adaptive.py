@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Causal, Contiguous, DoubleRing, Full, Ring
+from ringspun import Causal, Contiguous, DoubleRing, Full, Ring, Window
 from ringspun.core.links import Link
 from ringspun.core.wire import Format
 from ringspun.errors import ConfigError
@@ -57,6 +57,20 @@ def test_the_slices_told_of_are_where_hops_begin_to_hide():
         assert all(slowest_hop(plan, backward=b).hides for b in (False, True)) == hides
         told = next(line for line in verdict(question, [plan]).changes if "hide from slices of" in line)
         assert (int(re.search(r"slices of ([\d,]+)", told)[1].replace(",", "")) <= seq_len / 64) == hides
+
+
+def test_a_hop_hides_behind_what_its_mask_leaves_to_compute():
+    """A step's pairs at the rate of its slice: a window of 100 leaves 100 a row, and a corner of the next slice."""
+    window = Causal() & Window(100)
+
+    def compute(mask, of=LLAMA):
+        (plan,) = search(Question(of, H100, 128 * K, batch=1, mask=mask), keep=1, only=lambda s: s.ring == 8)
+        return slowest_hop(plan).compute
+
+    assert compute(Full()) == pytest.approx(2 * compute(Causal()), rel=0.05)
+    assert compute(window) < 0.02 * compute(Causal())
+    slid = LLAMA.model_copy(update={"window": 100})  # all of its layers slide
+    assert compute(Causal(), slid) < 0.02 * compute(Causal())
 
 
 def test_only_rings_are_exported():
