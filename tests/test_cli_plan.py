@@ -174,6 +174,7 @@ def test_what_may_be_another_number_is_none(text):
             "speeds must be a comma list of positive numbers",
         ),
         (["shares", *EIGHT[:4], "--seq-len", "8K", "--speeds", "1"], "speeds must be at least 2; got 1."),
+        (["train", *EIGHT, "--seq-len", "8K", "--price", "1e308", "--json"], "figures must be finite for --json"),
         (["infer", *EIGHT, "--new", "8K", "--tp", "3"], "tp must divide heads; got 3 and llama-3-8b's 32 heads"),
     ],
 )

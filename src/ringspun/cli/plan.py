@@ -263,4 +263,11 @@ def _pace(text: str) -> float:
 
 
 def _print(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=1))
+    try:
+        text = json.dumps(data, indent=1, allow_nan=False)
+    except ValueError:
+        raise ValueError(
+            "figures must be finite for --json; got some beyond the largest float. "
+            "Ask with smaller sizes, rates or prices."
+        ) from None
+    typer.echo(text)
