@@ -175,6 +175,8 @@ def test_what_may_be_another_number_is_none(text):
         ),
         (["shares", *EIGHT[:4], "--seq-len", "8K", "--speeds", "1"], "speeds must be at least 2; got 1."),
         (["train", *EIGHT, "--seq-len", "8K", "--price", "1e308", "--json"], "figures must be finite for --json"),
+        (["shares", *EIGHT[:4], "--seq-len", "1e12", "--speeds", "1,2"], "seq-len must be at most 268435456; got 1000"),
+        (["shares", *EIGHT[:4], "--seq-len", "2", "--speeds", "1,2,3"], "seq-len must be at least 3; got 2."),
         (["infer", *EIGHT, "--new", "8K", "--tp", "3"], "tp must divide heads; got 3 and llama-3-8b's 32 heads"),
     ],
 )

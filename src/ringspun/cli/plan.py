@@ -26,6 +26,8 @@ Measured = Annotated[Path | None, typer.Option("--links", help="A file of `rings
 DeviceFile = Annotated[Path | None, typer.Option(help="TOML file with [devices.NAME] and [links.NAME] of your own.")]
 MOST_SIMULATED = 64
 """Ranks; more would take minutes."""
+MOST_SIMULATED_TOKENS = 1 << 28
+"""Of a sequence; striped shares are checked token by token."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -187,7 +189,8 @@ def shares(
         bounded("speeds", len(paces), least=2, most=MOST_SIMULATED)
         bounded("keep", keep, least=1)
         found = _cluster(device, len(paces), node, near, far, links, device_file)
-        rows = way_rows(model_of(model), found, tokens(seq_len), parse_mask(mask), paces)[:keep]
+        length = bounded("seq-len", tokens(seq_len), least=len(paces), most=MOST_SIMULATED_TOKENS)
+        rows = way_rows(model_of(model), found, length, parse_mask(mask), paces)[:keep]
         if as_json:
             _print({"ways": rows})
         else:
