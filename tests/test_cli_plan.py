@@ -157,7 +157,7 @@ def test_what_may_be_another_number_is_none(text):
             ["train", *EIGHT[:3], "H1000", "--devices", "8"],
             "device must be a known one; got 'H1000'. The nearest: H100",
         ),
-        (["train", *EIGHT[:5], "0"], "devices must be at least 1; got 0."),
+        (["train", *EIGHT[:5], "0"], "devices must be at least 1 and at most 1,048,576; got 0."),
         (
             ["train", *EIGHT, "--seq-len", "128X"],
             "tokens must be a whole number from 1 on (131072, 128K, 1M); got '128X'",

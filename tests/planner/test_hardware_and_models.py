@@ -62,7 +62,8 @@ def test_names_are_read_as_people_write_them(written, name):
     [
         (lambda: cluster("H1000", 8), "device must be a known one; got 'H1000'. The nearest: H100"),
         (lambda: cluster("H100", 8, far="infinibandd"), "link must be a known one; got 'infinibandd'"),
-        (lambda: cluster("H100", 0), "devices must be at least 1; got 0"),
+        (lambda: cluster("H100", 0), "devices must be at least 1 and at most 1,048,576; got 0"),
+        (lambda: cluster("H100", 10**12), "devices must be at least 1 and at most 1,048,576; got 1,000,000,000,000"),
         (lambda: cluster("H100", 8, node=0), "node must be at least 1 device; got 0"),
         (lambda: model("lama-3-8b"), "model must be a known one; got 'lama-3-8b'. The nearest: llama-3-8b"),
         (lambda: model("/nowhere/config.json"), "config must be a readable file; got /nowhere/config.json"),
@@ -111,6 +112,11 @@ def test_a_device_file_adds_and_replaces(tmp_path):
         ("devices = 3", "devices must be tables [devices.NAME]; got 3"),
         ("[links.X]\nbytes_per_s = -1.0\nlatency_s = 0\nsource='x'\ndate='2026'", "bytes_per_s must be right"),
         ("[links.X]\nbytes_pers = 1.0", "key must be a known one; got 'bytes_pers'. The nearest: bytes_per_s"),
+        (
+            "[devices.X]\nflops = 1e12\nmatmul_flops = 1e15\nmemory_gib = 1\nmemory_bytes_per_s = 1e12\n"
+            "near = 'nvlink4'\nnode = 8\nsource = 'me'\ndate = '2026'",
+            "devices.X: matmul_flops must be at most flops, the peak",
+        ),
         ("[links", "device-file must be a readable file"),
     ],
 )
