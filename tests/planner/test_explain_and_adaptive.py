@@ -109,7 +109,15 @@ def test_decode_is_never_quickest_on_a_ring():
     assert first == pytest.approx(then) and first > H100.near.latency_s  # one turn more for twice the ranks
     long = decode(H100.device, H100.near, LLAMA, 1 << 22, 8)
     assert long.best == "one merge" and long.whole > long.merge
-    assert decode(H100.device, H100.near, LLAMA, 1 << 22, 1).best
+    assert decode(H100.device, H100.near, LLAMA, 1 << 22, 1).best == "one rank"
+
+
+@pytest.mark.parametrize(("cached", "best"), [(128 * K, "one rank"), (1 << 20, "one merge")])
+def test_a_cache_that_does_not_fit_one_rank_is_not_put_there(cached, best):
+    """Over TCP one rank alone is quickest, but a million tokens take 128 GiB."""
+    tcp = cluster("H100", 8, far="tcp-10", node=1).far
+    told = decode(H100.device, tcp, LLAMA, cached, 8)
+    assert told.whole < told.merge and told.best == best
 
 
 def test_prompts_and_answers_get_devices_in_proportion():
@@ -131,7 +139,9 @@ def test_inference_is_told():
     data = inference_data(LLAMA, cluster("H100", 8, node=1), 8, new=8 * K)
     assert data["first_token_s"] == first_token_seconds(LLAMA, 8 * K, 8, H100.device.attention)
     assert any("decode: do not ring" in line for line in data["told"])
-    assert not any("decode" in line for line in inference_data(LLAMA, H100, 1, new=8 * K)["told"])
+    alone = inference_data(LLAMA, H100, 1, new=8 * K)
+    assert not any("decode" in line for line in alone["told"])
+    assert alone["travels"] is None and alone["told"][0] == "prefill: on one rank nothing travels"
 
 
 def test_shares_follow_speeds():

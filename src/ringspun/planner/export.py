@@ -129,16 +129,19 @@ def inference_data(
     device = cluster.device
     sent = math.ceil(2 * new / ranks * max(1, model.kv_heads // tp) * model.head_size * ELEMENT)
     rate = sent / link.seconds(sent)
-    way = travels(model, new, cached, ranks=ranks, flops=device.attention, bytes_per_s=rate)
+    way = travels(model, new, cached, ranks=ranks, flops=device.attention, bytes_per_s=rate) if ranks > 1 else None
     seconds = first_token_seconds(model, new, ranks * tp, device.attention, cached)
     one = decode(device, link, model, new + cached, ranks, batch=batch, shared_heads=tp)
     kept = cache_bytes(model, new + cached, devices=ranks * min(tp, model.kv_heads), batch=batch)
     weights = ELEMENT * model.parameters / tp
-    hidden = new >= least_new_tokens(model, ranks, device.attention, rate)
-    told = [
-        f"prefill: {'keys and values' if way == 'kv' else 'queries'} travel; keys hide from "
+    hidden = ranks == 1 or new >= least_new_tokens(model, ranks, device.attention, rate)
+    travelling = (
+        f"{'keys and values' if way == 'kv' else 'queries'} travel; keys hide from "
         f"{least_new_tokens(model, ranks, device.attention, rate):,.0f} new tokens on, and are more bytes than queries "
-        f"where less than {least_new_fraction(model):.1%} of the tokens are new",
+        f"where less than {least_new_fraction(model):.1%} of the tokens are new"
+    )
+    told = [
+        f"prefill: {travelling if way else 'on one rank nothing travels'}",
         f"first token after {seconds:.3g} s, if transfers hide",
         f"weights {weights / GIB:.1f} GiB and cache {kept / GIB:.2f} GiB of {device.memory_gib:g} GiB a device"
         f"{'' if weights + kept <= device.memory_bytes else ': they do not fit'}",
@@ -147,7 +150,8 @@ def inference_data(
         told.append(
             f"decode: do not ring. A layer's token takes {1e6 * one.ring:,.0f} us with keys going round, "
             f"{1e6 * one.pass_q:,.0f} us with queries, {1e6 * one.merge:,.0f} us with one merge of all ranks, "
-            f"{1e6 * one.whole:,.0f} us with the whole cache on one rank: take {one.best}, on devices of its own"
+            f"{1e6 * one.whole:,.0f} us with the whole cache on one rank"
+            f"{'' if one.whole_fits else ', which it does not fit'}: take {one.best}, on devices of its own"
         )
     return {
         "travels": way,
