@@ -133,6 +133,24 @@ def test_slices_accuracy_and_lists():
     assert "a scaling law, fitted" in words and "llama-3-70b" in words
 
 
+def test_brackets_of_a_name_are_no_markup(tmp_path):
+    known = asked("list")["models"]["gpt2"]
+    sizes = {"n_embd": known["hidden"], "n_head": 12, "n_layer": 12, "vocab_size": 50257, "model_type": "gpt2"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**sizes, "_name_or_path": "[/mine] [bold]"}))
+    words = told("train", "--model", str(path), "--device", "H100", "--devices", "2", "--seq-len", "8K")
+    assert words.startswith("[/mine] [bold] (0.1B) on 2 x H100")
+
+
+def test_a_terminal_without_blocks_gets_bars(monkeypatch):
+    """As Windows' code page 1252, which pipes use there."""
+    program = "import sys; from ringspun.cli import main; sys.argv[0] = 'ringspun'; main()"
+    command = [sys.executable, "-c", program, "plan", "train", *EIGHT, "--seq-len", "128K", "--batch", "1"]
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    done = subprocess.run(command, capture_output=True, text=True, encoding="cp1252", timeout=60, check=True)
+    assert "###" in done.stdout and "its memory at the peak" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("131072", 131072), ("1,048,576", 1 << 20), ("1_000", 1000), ("1.5K", 1536), (" 2m ", 2 << 20)]
 )
