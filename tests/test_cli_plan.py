@@ -101,6 +101,21 @@ def test_the_best_is_exported_as_a_config_that_train_takes(tmp_path):
     assert "split must be one ring for `ringspun train`" in found and "tokens" in found  # and the plan is told
 
 
+def test_an_export_that_has_no_place_is_told(tmp_path):
+    line = told("train", *EIGHT, "--seq-len", "128K", "--ring-only", "--batch", "1", "--export", str(tmp_path), code=1)
+    assert "ringspun plan: export must be a place for a file; " in line
+
+
+def test_a_reader_that_leaves_is_no_broken_export():
+    """As `ringspun plan list --json | head -1`."""
+    program = "import sys; from ringspun.cli import main; sys.argv[0] = 'ringspun'; main()"
+    command = [sys.executable, "-c", program, "plan", "list", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert "export" not in running.stderr.read()
+
+
 def test_a_measured_profile_replaces_links(tmp_path):
     """A link a thousand times slower than NVLink."""
     slow = Link((1024, 1 << 20), (1e-4, 1e-2), (1e-4, 1e-2))

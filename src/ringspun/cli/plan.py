@@ -98,7 +98,7 @@ def train(
         else:
             show_answer(question, plans, why, hints)
         if export is not None:
-            export.write_text(train_config(best), encoding="utf-8")
+            _write(export, train_config(best))
 
 
 @app.command()
@@ -238,6 +238,11 @@ def _told() -> Iterator[None]:
         for line in str(problem).splitlines():
             typer.echo(f"ringspun plan: {line}", err=True)
         raise typer.Exit(2) from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
     except OSError as problem:
         typer.echo(f"ringspun plan: export must be a place for a file; {problem}.", err=True)
         raise typer.Exit(1) from None
