@@ -97,8 +97,22 @@ def test_the_best_is_exported_as_a_config_that_train_takes(tmp_path):
     config = load_config(path)
     assert (config.seq_len, config.ranks, config.layout) == (131072, 8, "zigzag")
     assert (config.model.layers, config.model.heads, config.model.kv_heads) == (32, 32, 8)
-    found = told("train", *EIGHT[:-1], "64", "--seq-len", "1M", "--export", str(path), code=2)
-    assert "split must be one ring for `ringspun train`" in found and "tokens" in found  # and the plan is told
+    found = told("train", "--model", "gpt2", *EIGHT[2:], "--seq-len", "8K", "--export", str(path), code=2)
+    assert "model must be a Llama for `ringspun train`" in found and "tokens" in found  # and the plan is told
+
+
+@pytest.mark.parametrize("options", [("--seq-len", "128K"), ("--seq-len", "8K"), ("--seq-len", "300K"), ()])
+def test_an_export_is_the_whole_plan(tmp_path, options):
+    """Devices, sequences of a step, what is kept and who holds the weights: as was planned."""
+    path = tmp_path / "run.toml"
+    answer = asked("train", *EIGHT, *options, "--max-tp", "1", "--export", str(path))
+    plan, config = answer["plans"][0], load_config(path)
+    split = plan["split"]
+    assert (config.processes, config.ranks, config.ulysses) == (8, split["ring"] * split["ulysses"], split["ulysses"])
+    assert (config.batch_size, config.shard) == (plan["passes"] * split["dp"], "fsdp")
+    assert (config.seq_len, config.checkpointing, config.layout) == tuple(
+        plan[key] for key in ("seq_len", "checkpointing", "layout")
+    )
 
 
 def test_an_export_that_has_no_place_is_told(tmp_path):

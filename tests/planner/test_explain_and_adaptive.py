@@ -73,9 +73,15 @@ def test_a_hop_hides_behind_what_its_mask_leaves_to_compute():
     assert compute(Causal(), slid) < 0.02 * compute(Causal())
 
 
-def test_only_rings_are_exported():
-    (plan,) = search(Question(LLAMA, H100, 128 * K), keep=1, only=lambda split: split.ulysses == 2)
-    with pytest.raises(ConfigError, match="split must be one ring"):
+def test_what_train_has_not_is_not_exported():
+    (plan,) = search(Question(LLAMA, H100, 128 * K), keep=1, only=lambda split: split.tp == 2)
+    with pytest.raises(ConfigError, match="split must be without tp"):
+        train_config(plan)
+    (plan,) = search(Question(LLAMA, H100, 128 * K, mask=Full()), keep=1, only=lambda split: split.tp == 1)
+    with pytest.raises(ConfigError, match="mask must be causal"):
+        train_config(plan)
+    (plan,) = search(Question(model("qwen3-8b"), H100, 8 * K), keep=1, only=lambda split: split.tp == 1)
+    with pytest.raises(ConfigError, match="model must be a Llama"):
         train_config(plan)
     (plan,) = search(Question(model("gpt2"), H100, 8 * K), keep=1, only=lambda split: split.ring == 8)
     with pytest.raises(ConfigError, match="model must be a Llama"):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ringspun.core.mask import Mask
+from ringspun.core.mask import Causal, Mask
 from ringspun.errors import ConfigError
 from ringspun.planner.accuracy import (
     CELLS,
@@ -83,26 +83,32 @@ def answer_data(question: Question, plans: list[Plan], told: Verdict, advice: li
 
 
 def train_config(plan: Plan, *, steps: int = 1000) -> str:
-    """A TOML file that `ringspun train` takes: its sizes, length, ring and layout.
+    """A TOML file that `ringspun train` takes: its sizes, length and batch, who shares what, and what is kept.
 
     Raises:
-        ConfigError: a plan with what that command has not: another degree than the ring's, another kind of model.
+        ConfigError: a plan with what that command has not: tensor parallelism, another mask, another kind of model.
     """
-    split, model = plan.job.split, plan.job.model
-    if split.ulysses > 1 or split.tp > 1 or split.dp > 1:
-        raise ConfigError(
-            f"split must be one ring for `ringspun train`; got {split}. Ask with --ring-only and --batch 1, or take "
-            "the JSON."
-        )
-    if not model.gated or model.biases != "none" or model.window or model.head_size * model.heads != model.hidden:
+    job = plan.job
+    split, model = job.split, job.model
+    if split.tp > 1:
+        raise ConfigError(f"split must be without tp for `ringspun train`; got {split}. Ask with --max-tp 1.")
+    if job.mask != Causal():
+        raise ConfigError(f"mask must be causal for `ringspun train`; got {job.mask}. Take the JSON.")
+    llama = model.gated and model.biases == "none" and not model.window and not model.qk_norm and model.norms == 2
+    if not llama or model.head_size * model.heads != model.hidden or model.head_size % 2:
         raise ConfigError(f"model must be a Llama for `ringspun train`; got {model.name}. Take the JSON.")
     lines = [
-        f"# {model.name} on {split}; {plan.seconds:.3g} s a step of {plan.passes} sequences expected. A step of",
-        "# `ringspun train` is one sequence; its tokens are bytes. Not said here: vocabulary, theta of the rotary",
-        f"# positions, route ({plan.job.route}), checkpointing ({plan.job.checkpointing}), sharding of weights.",
-        f"seq_len = {plan.job.seq_len}",
-        f"ranks = {split.ring}",
-        f"layout = {json.dumps(str(plan.job.layout))}",
+        f"# {' '.join(model.name.split())} on {split}; {plan.seconds:.3g} s a step expected. Tokens are bytes, and all",
+        f"# state is sharded (planned: ZeRO-{job.zero}). Not said here: vocabulary, theta of the rotary positions,",
+        f"# route ({job.route}).",
+        f"seq_len = {job.seq_len}",
+        f"batch_size = {plan.passes * split.dp}",
+        f"ranks = {split.ring * split.ulysses}",
+        f"ulysses = {split.ulysses}",
+        f"dp_shard = {split.dp}",
+        f"shard = {json.dumps('fsdp' if split.devices > 1 else 'none')}",
+        f"layout = {json.dumps(str(job.layout))}",
+        f"checkpointing = {json.dumps(job.checkpointing)}",
         'dtype = "bfloat16"',
         f"steps = {steps}",
         "",
