@@ -11,6 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from ringspun.cli.options import tokens
 from ringspun.cli.plan import app
 from ringspun.core.links import Link, Links
 from ringspun.train.config import load_config
@@ -96,8 +97,37 @@ def test_the_best_is_exported_as_a_config_that_train_takes(tmp_path):
     config = load_config(path)
     assert (config.seq_len, config.ranks, config.layout) == (131072, 8, "zigzag")
     assert (config.model.layers, config.model.heads, config.model.kv_heads) == (32, 32, 8)
-    found = told("train", *EIGHT[:-1], "64", "--seq-len", "1M", "--export", str(path), code=2)
-    assert "split must be one ring for `ringspun train`" in found and "tokens" in found  # and the plan is told
+    found = told("train", "--model", "gpt2", *EIGHT[2:], "--seq-len", "8K", "--export", str(path), code=2)
+    assert "model must be a Llama for `ringspun train`" in found and "tokens" in found  # and the plan is told
+
+
+@pytest.mark.parametrize("options", [("--seq-len", "128K"), ("--seq-len", "8K"), ("--seq-len", "300K"), ()])
+def test_an_export_is_the_whole_plan(tmp_path, options):
+    """Devices, sequences of a step, what is kept and who holds the weights: as was planned."""
+    path = tmp_path / "run.toml"
+    answer = asked("train", *EIGHT, *options, "--max-tp", "1", "--export", str(path))
+    plan, config = answer["plans"][0], load_config(path)
+    split = plan["split"]
+    assert (config.processes, config.ranks, config.ulysses) == (8, split["ring"] * split["ulysses"], split["ulysses"])
+    assert (config.batch_size, config.shard) == (plan["passes"] * split["dp"], "fsdp")
+    assert (config.seq_len, config.checkpointing, config.layout) == tuple(
+        plan[key] for key in ("seq_len", "checkpointing", "layout")
+    )
+
+
+def test_an_export_that_has_no_place_is_told(tmp_path):
+    line = told("train", *EIGHT, "--seq-len", "128K", "--ring-only", "--batch", "1", "--export", str(tmp_path), code=1)
+    assert "ringspun plan: export must be a place for a file; " in line
+
+
+def test_a_reader_that_leaves_is_no_broken_export():
+    """As `ringspun plan list --json | head -1`."""
+    program = "import sys; from ringspun.cli import main; sys.argv[0] = 'ringspun'; main()"
+    command = [sys.executable, "-c", program, "plan", "list", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert "export" not in running.stderr.read()
 
 
 def test_a_measured_profile_replaces_links(tmp_path):
@@ -132,6 +162,37 @@ def test_slices_accuracy_and_lists():
     assert "a scaling law, fitted" in words and "llama-3-70b" in words
 
 
+def test_brackets_of_a_name_are_no_markup(tmp_path):
+    known = asked("list")["models"]["gpt2"]
+    sizes = {"n_embd": known["hidden"], "n_head": 12, "n_layer": 12, "vocab_size": 50257, "model_type": "gpt2"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**sizes, "_name_or_path": "[/mine] [bold]"}))
+    words = told("train", "--model", str(path), "--device", "H100", "--devices", "2", "--seq-len", "8K")
+    assert words.startswith("[/mine] [bold] (0.1B) on 2 x H100")
+
+
+def test_a_terminal_without_blocks_gets_bars(monkeypatch):
+    """As Windows' code page 1252, which pipes use there."""
+    program = "import sys; from ringspun.cli import main; sys.argv[0] = 'ringspun'; main()"
+    command = [sys.executable, "-c", program, "plan", "train", *EIGHT, "--seq-len", "128K", "--batch", "1"]
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    done = subprocess.run(command, capture_output=True, text=True, encoding="cp1252", timeout=60, check=True)
+    assert "###" in done.stdout and "its memory at the peak" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("131072", 131072), ("1,048,576", 1 << 20), ("1_000", 1000), ("1.5K", 1536), (" 2m ", 2 << 20)]
+)
+def test_tokens_are_read_as_people_write_them(text, value):
+    assert tokens(text) == value
+
+
+@pytest.mark.parametrize("text", ["1kk", "1MK", "1,5M", "1,50", "K", "", "inf", "nan", "1e15", "0.3", "-1"])
+def test_what_may_be_another_number_is_none(text):
+    with pytest.raises(ValueError, match="tokens must be a whole number from 1 on"):
+        tokens(text)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -143,7 +204,7 @@ def test_slices_accuracy_and_lists():
             ["train", *EIGHT[:3], "H1000", "--devices", "8"],
             "device must be a known one; got 'H1000'. The nearest: H100",
         ),
-        (["train", *EIGHT[:5], "0"], "devices must be at least 1; got 0."),
+        (["train", *EIGHT[:5], "0"], "devices must be at least 1 and at most 1,048,576; got 0."),
         (
             ["train", *EIGHT, "--seq-len", "128X"],
             "tokens must be a whole number from 1 on (131072, 128K, 1M); got '128X'",
@@ -160,6 +221,9 @@ def test_slices_accuracy_and_lists():
             "speeds must be a comma list of positive numbers",
         ),
         (["shares", *EIGHT[:4], "--seq-len", "8K", "--speeds", "1"], "speeds must be at least 2; got 1."),
+        (["train", *EIGHT, "--seq-len", "8K", "--price", "1e308", "--json"], "figures must be finite for --json"),
+        (["shares", *EIGHT[:4], "--seq-len", "1e12", "--speeds", "1,2"], "seq-len must be at most 268435456; got 1000"),
+        (["shares", *EIGHT[:4], "--seq-len", "2", "--speeds", "1,2,3"], "seq-len must be at least 3; got 2."),
         (["infer", *EIGHT, "--new", "8K", "--tp", "3"], "tp must divide heads; got 3 and llama-3-8b's 32 heads"),
     ],
 )

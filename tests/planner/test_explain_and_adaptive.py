@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Causal, Contiguous, DoubleRing, Full, Ring
+from ringspun import Causal, Contiguous, DoubleRing, Full, Ring, Window
 from ringspun.core.links import Link
 from ringspun.core.wire import Format
 from ringspun.errors import ConfigError
@@ -59,9 +59,29 @@ def test_the_slices_told_of_are_where_hops_begin_to_hide():
         assert (int(re.search(r"slices of ([\d,]+)", told)[1].replace(",", "")) <= seq_len / 64) == hides
 
 
-def test_only_rings_are_exported():
-    (plan,) = search(Question(LLAMA, H100, 128 * K), keep=1, only=lambda split: split.ulysses == 2)
-    with pytest.raises(ConfigError, match="split must be one ring"):
+def test_a_hop_hides_behind_what_its_mask_leaves_to_compute():
+    """A step's pairs at the rate of its slice: a window of 100 leaves 100 a row, and a corner of the next slice."""
+    window = Causal() & Window(100)
+
+    def compute(mask, of=LLAMA):
+        (plan,) = search(Question(of, H100, 128 * K, batch=1, mask=mask), keep=1, only=lambda s: s.ring == 8)
+        return slowest_hop(plan).compute
+
+    assert compute(Full()) == pytest.approx(2 * compute(Causal()), rel=0.05)
+    assert compute(window) < 0.02 * compute(Causal())
+    slid = LLAMA.model_copy(update={"window": 100})  # all of its layers slide
+    assert compute(Causal(), slid) < 0.02 * compute(Causal())
+
+
+def test_what_train_has_not_is_not_exported():
+    (plan,) = search(Question(LLAMA, H100, 128 * K), keep=1, only=lambda split: split.tp == 2)
+    with pytest.raises(ConfigError, match="split must be without tp"):
+        train_config(plan)
+    (plan,) = search(Question(LLAMA, H100, 128 * K, mask=Full()), keep=1, only=lambda split: split.tp == 1)
+    with pytest.raises(ConfigError, match="mask must be causal"):
+        train_config(plan)
+    (plan,) = search(Question(model("qwen3-8b"), H100, 8 * K), keep=1, only=lambda split: split.tp == 1)
+    with pytest.raises(ConfigError, match="model must be a Llama"):
         train_config(plan)
     (plan,) = search(Question(model("gpt2"), H100, 8 * K), keep=1, only=lambda split: split.ring == 8)
     with pytest.raises(ConfigError, match="model must be a Llama"):
@@ -95,7 +115,15 @@ def test_decode_is_never_quickest_on_a_ring():
     assert first == pytest.approx(then) and first > H100.near.latency_s  # one turn more for twice the ranks
     long = decode(H100.device, H100.near, LLAMA, 1 << 22, 8)
     assert long.best == "one merge" and long.whole > long.merge
-    assert decode(H100.device, H100.near, LLAMA, 1 << 22, 1).best
+    assert decode(H100.device, H100.near, LLAMA, 1 << 22, 1).best == "one rank"
+
+
+@pytest.mark.parametrize(("cached", "best"), [(128 * K, "one rank"), (1 << 20, "one merge")])
+def test_a_cache_that_does_not_fit_one_rank_is_not_put_there(cached, best):
+    """Over TCP one rank alone is quickest, but a million tokens take 128 GiB."""
+    tcp = cluster("H100", 8, far="tcp-10", node=1).far
+    told = decode(H100.device, tcp, LLAMA, cached, 8)
+    assert told.whole < told.merge and told.best == best
 
 
 def test_prompts_and_answers_get_devices_in_proportion():
@@ -117,7 +145,9 @@ def test_inference_is_told():
     data = inference_data(LLAMA, cluster("H100", 8, node=1), 8, new=8 * K)
     assert data["first_token_s"] == first_token_seconds(LLAMA, 8 * K, 8, H100.device.attention)
     assert any("decode: do not ring" in line for line in data["told"])
-    assert not any("decode" in line for line in inference_data(LLAMA, H100, 1, new=8 * K)["told"])
+    alone = inference_data(LLAMA, H100, 1, new=8 * K)
+    assert not any("decode" in line for line in alone["told"])
+    assert alone["travels"] is None and alone["told"][0] == "prefill: on one rank nothing travels"
 
 
 def test_shares_follow_speeds():

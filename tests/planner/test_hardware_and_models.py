@@ -62,7 +62,8 @@ def test_names_are_read_as_people_write_them(written, name):
     [
         (lambda: cluster("H1000", 8), "device must be a known one; got 'H1000'. The nearest: H100"),
         (lambda: cluster("H100", 8, far="infinibandd"), "link must be a known one; got 'infinibandd'"),
-        (lambda: cluster("H100", 0), "devices must be at least 1; got 0"),
+        (lambda: cluster("H100", 0), "devices must be at least 1 and at most 1,048,576; got 0"),
+        (lambda: cluster("H100", 10**12), "devices must be at least 1 and at most 1,048,576; got 1,000,000,000,000"),
         (lambda: cluster("H100", 8, node=0), "node must be at least 1 device; got 0"),
         (lambda: model("lama-3-8b"), "model must be a known one; got 'lama-3-8b'. The nearest: llama-3-8b"),
         (lambda: model("/nowhere/config.json"), "config must be a readable file; got /nowhere/config.json"),
@@ -111,6 +112,11 @@ def test_a_device_file_adds_and_replaces(tmp_path):
         ("devices = 3", "devices must be tables [devices.NAME]; got 3"),
         ("[links.X]\nbytes_per_s = -1.0\nlatency_s = 0\nsource='x'\ndate='2026'", "bytes_per_s must be right"),
         ("[links.X]\nbytes_pers = 1.0", "key must be a known one; got 'bytes_pers'. The nearest: bytes_per_s"),
+        (
+            "[devices.X]\nflops = 1e12\nmatmul_flops = 1e15\nmemory_gib = 1\nmemory_bytes_per_s = 1e12\n"
+            "near = 'nvlink4'\nnode = 8\nsource = 'me'\ndate = '2026'",
+            "devices.X: matmul_flops must be at most flops, the peak",
+        ),
         ("[links", "device-file must be a readable file"),
     ],
 )
@@ -131,6 +137,19 @@ def test_a_measured_profile_is_taken_as_it_is():
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
 def test_parameters_are_counted_to_the_last(name, count):
     assert model(name).parameters == count
+
+
+def test_a_config_json_is_named_by_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    monkeypatch.chdir(folder)
+    assert [model(name).name for name in ("config.json", ".", str(folder))] == ["mine"] * 3
+
+
+def test_a_name_longer_than_any_file_is_unknown():
+    with pytest.raises(ConfigError, match="model must be a known one"):
+        model("a" * 5000)
 
 
 def test_sliding_layers():
@@ -164,11 +183,63 @@ def test_a_config_json_is_read(tmp_path):
     slid = config(tmp_path, sliding_window=512, layer_types=layers)
     assert (slid.window, slid.full_layers) == (512, 16)
     assert config(tmp_path, sliding_window=512, use_sliding_window=False).window is None
+    assert config(tmp_path, layer_types=["full_attention"] * 32, sliding_window=512).window is None
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257})
     )
     gpt = model(str(tmp_path))
     assert gpt.parameters == PARAMETERS["gpt2"]
+
+
+PLAIN = {
+    "gpt_neox": (
+        6_857_302_016,  # Pythia 6.9B
+        {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "vocab_size": 50432},
+    ),
+    "gpt_bigcode": (
+        15_517_456_384,  # StarCoder
+        {"n_embd": 6144, "n_inner": 24576, "n_head": 48, "n_layer": 40, "vocab_size": 49152, "n_positions": 8192,
+         "multi_query": True},
+    ),
+    "opt": (
+        6_658_473_984,
+        {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "vocab_size": 50272, "max_position_embeddings": 2048},
+    ),
+    "starcoder2": (
+        3_030_371_328,
+        {"hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 24, "num_key_value_heads": 2,
+         "num_hidden_layers": 30, "vocab_size": 49152},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_kinds_without_a_gate_have_two_matrices(tmp_path, kind):
+    """Counted as their publishers' own weights have them."""
+    parameters, values = PLAIN[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **values}))
+    assert model(str(tmp_path)).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "full"),
+    [
+        ({"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 12}, 512, 20),
+        ({"model_type": "qwen2"}, None, 32),  # slides only where it is told to
+        ({"model_type": "qwen2", "use_sliding_window": True}, 512, 28),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 8}, 512, 8),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99}, 512, 32),
+        ({"model_type": "gemma3_text"}, 512, 5),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 4}, 512, 8),
+        ({"model_type": "gemma2"}, 512, 16),
+        ({"model_type": "mistral"}, 512, 0),
+    ],
+)
+def test_layers_slide_as_their_kind_has_it(tmp_path, values, window, full):
+    found = config(tmp_path, sliding_window=512, **values)
+    assert (found.window, found.full_layers) == (window, full)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +252,9 @@ def test_a_config_json_is_read(tmp_path):
         ({"num_local_experts": 8}, "model must be dense; got a mixture of 8 experts"),
         ({"layer_types": ["linear_attention"]}, "layers must be full or sliding attention; got linear_attention"),
         ({"num_hidden_layers": "many"}, "layers must be right"),
+        ({"kv_lora_rank": 256}, "Latent attention is not planned for"),
+        ({"layer_types": 5}, "layer_types must be a list; got 5"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types must name each of 32 layers; got 3"),
     ],
 )
 def test_a_config_json_that_cannot_be_is_told(tmp_path, values, words):

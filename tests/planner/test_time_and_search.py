@@ -159,6 +159,12 @@ def test_the_longest_is_the_longest():
         assert plan.job.seq_len <= plan.longest.tokens < plan.job.seq_len + 1
 
 
+def test_a_step_of_the_longest_has_a_sequence_for_every_replica():
+    plans = search(Question(LLAMA, cluster("H100", 64)), keep=100)
+    assert max(p.job.split.dp for p in plans) >= 8
+    assert all(p.passes >= 1 and p.tokens_per_s > 0 and p.mfu > 0 for p in plans)
+
+
 def test_a_slow_link_between_nodes_wants_the_double_ring():
     """Slices that hide inside a node and not between."""
     slow = cluster("A100", 32, node=4, far="tcp-100")
@@ -177,6 +183,14 @@ def test_a_slow_link_between_nodes_wants_the_double_ring():
         (lambda: Question(LLAMA, H100, 8192, batch=-1), "batch must be at least 1; got -1"),
         (lambda: Question(LLAMA, H100, price=-1.0), "price must be a number >= 0"),
         (lambda: search(Question(LLAMA, H100, 10**9, batch=1)), "seq_len must fit 8 x H100; got 1,000,000,000 tokens"),
+        (
+            lambda: search(Question(LLAMA, H100, 370_000, batch=1), only=lambda s: s.ring == 8),
+            "At most about 359,",  # what a ring holds, not what splitting heads does
+        ),
+        (
+            lambda: search(Question(LLAMA, H100, 4, batch=1)),
+            "seq_len must give each device a token; got 4 tokens for 8",
+        ),
         (lambda: search(Question(model("llama-3-405b"), H100, 8192)), "model must fit 8 x H100; got llama-3-405b"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 
 def split_list(text: str) -> list[str]:
@@ -71,10 +72,14 @@ def tokens(text: str, *, least: int = 1) -> int:
         ValueError: none, or too few.
     """
     factors = {"k": 1 << 10, "m": 1 << 20}
-    factor = factors.get(text.strip()[-1:].lower(), 1)
-    digits = text.strip().rstrip("kKmM") if factor > 1 else text
+    digits = text.strip()
+    factor = factors.get(digits[-1:].lower(), 1)
+    if factor > 1:
+        digits = digits[:-1]
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", digits):  # 1,5 may be one and a half
+        digits = digits.replace(",", "")
     try:
-        value = float(digits.replace(",", "").replace("_", "")) * factor
+        value = float(digits) * factor
     except ValueError:
         value = math.nan
     if not (least <= value < 1 << 48) or value != int(value):

@@ -26,6 +26,8 @@ Measured = Annotated[Path | None, typer.Option("--links", help="A file of `rings
 DeviceFile = Annotated[Path | None, typer.Option(help="TOML file with [devices.NAME] and [links.NAME] of your own.")]
 MOST_SIMULATED = 64
 """Ranks; more would take minutes."""
+MOST_SIMULATED_TOKENS = 1 << 28
+"""Of a sequence; striped shares are checked token by token."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -96,7 +98,7 @@ def train(
         else:
             show_answer(question, plans, why, hints)
         if export is not None:
-            export.write_text(train_config(best), encoding="utf-8")
+            _write(export, train_config(best))
 
 
 @app.command()
@@ -187,7 +189,8 @@ def shares(
         bounded("speeds", len(paces), least=2, most=MOST_SIMULATED)
         bounded("keep", keep, least=1)
         found = _cluster(device, len(paces), node, near, far, links, device_file)
-        rows = way_rows(model_of(model), found, tokens(seq_len), parse_mask(mask), paces)[:keep]
+        length = bounded("seq-len", tokens(seq_len), least=len(paces), most=MOST_SIMULATED_TOKENS)
+        rows = way_rows(model_of(model), found, length, parse_mask(mask), paces)[:keep]
         if as_json:
             _print({"ways": rows})
         else:
@@ -235,6 +238,11 @@ def _told() -> Iterator[None]:
         for line in str(problem).splitlines():
             typer.echo(f"ringspun plan: {line}", err=True)
         raise typer.Exit(2) from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
     except OSError as problem:
         typer.echo(f"ringspun plan: export must be a place for a file; {problem}.", err=True)
         raise typer.Exit(1) from None
@@ -263,4 +271,11 @@ def _pace(text: str) -> float:
 
 
 def _print(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=1))
+    try:
+        text = json.dumps(data, indent=1, allow_nan=False)
+    except ValueError:
+        raise ValueError(
+            "figures must be finite for --json; got some beyond the largest float. "
+            "Ask with smaller sizes, rates or prices."
+        ) from None
+    typer.echo(text)

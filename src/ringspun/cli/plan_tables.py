@@ -19,9 +19,14 @@ BAR = 30
 """Characters of a full bar."""
 
 
+def console() -> Console:
+    """Names are people's own: none of their brackets is markup."""
+    return Console(highlight=False, markup=False)
+
+
 def show_answer(question: Question, plans: Sequence[Plan], why: Verdict, hints: Sequence[str]) -> None:
     """Verdict, plans, the best one's time and memory, and hints."""
-    out, best = Console(highlight=False), plans[0]
+    out, best = console(), plans[0]
     c = question.cluster
     out.print(
         f"{question.model.name} ({question.model.parameters / 1e9:.1f}B) on {c.count} x {c.device.name}, "
@@ -30,8 +35,9 @@ def show_answer(question: Question, plans: Sequence[Plan], why: Verdict, hints: 
     out.print("Ring." if why.ring else f"Do not ring: {why.instead}.", style="bold")
     show_lines([*why.reasons, *why.changes, *_rates(best, question.price), *hints], out)
     out.print(_plans(plans))
-    out.print(_times(best))
-    out.print(_memory(best.memory))
+    bar = "#" if out.options.ascii_only else "█"
+    out.print(_times(best, bar))
+    out.print(_memory(best.memory, bar))
 
 
 def _rates(best: Plan, price: float | None) -> list[str]:
@@ -46,9 +52,9 @@ def _rates(best: Plan, price: float | None) -> list[str]:
 
 def show_lines(lines: Sequence[str], out: Console | None = None) -> None:
     """One line each."""
-    printer = out or Console(highlight=False)
+    printer = out or console()
     for line in lines:
-        printer.print(f"- {line}", markup=False)
+        printer.print(f"- {line}")
 
 
 def _plans(plans: Sequence[Plan]) -> Table:
@@ -67,23 +73,23 @@ def _short(tokens: float) -> str:
     return f"{tokens / 2**20:.1f}M" if tokens >= 2**20 else f"{tokens / 1024:.0f}K"
 
 
-def _bars(title: str, items: Mapping[str, float], whole: float, unit: str, scale: float) -> Table:
+def _bars(title: str, items: Mapping[str, float], whole: float, unit: str, scale: float, bar: str) -> Table:
     table = Table("", "", title=title, title_justify="left", show_header=False, box=None)
     table.add_column(justify="right")
     for name, value in items.items():
         if value > 0:
-            table.add_row(name, "█" * max(1, round(BAR * value / whole)), f"{value / scale:.3g} {unit}")
+            table.add_row(name, bar * max(1, round(BAR * value / whole)), f"{value / scale:.3g} {unit}")
     return table
 
 
-def _times(plan: Plan) -> Table:
-    return _bars("a pass of the best", plan.time.items, plan.time.total, "s", 1)
+def _times(plan: Plan, bar: str) -> Table:
+    return _bars("a pass of the best", plan.time.items, plan.time.total, "s", 1, bar)
 
 
-def _memory(found: Memory) -> Table:
+def _memory(found: Memory, bar: str) -> Table:
     title = f"its memory at the peak, {found.peak_phase}: {found.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB"
     left = {"left": max(0.0, found.capacity - found.total)}
-    return _bars(title, {**found.items, **left}, max(found.capacity, found.total), "GiB", GIB)
+    return _bars(title, {**found.items, **left}, max(found.capacity, found.total), "GiB", GIB, bar)
 
 
 def show_slices(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -94,7 +100,7 @@ def show_slices(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(
             row["device"], row["link"], f"{row['peak']:,.0f}", "never" if reached is None else f"{reached:,.0f}"
         )
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def show_ways(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -102,12 +108,12 @@ def show_ways(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table("layout", "route", "ms a layer", "tokens of each rank", box=SIMPLE)
     for row in rows:
         table.add_row(row["layout"], row["route"], f"{1e3 * row['seconds']:.3g}", ", ".join(map(str, row["tokens"])))
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def show_accuracy(data: Mapping[str, Any]) -> None:
     """The tables of `plan accuracy`."""
-    out = Console(highlight=False)
+    out = console()
     table = Table(
         "way", "exact", "within one", "worst", "mean", title=data["max_context"]["what"], title_justify="left"
     )
@@ -126,7 +132,7 @@ def show_accuracy(data: Mapping[str, Any]) -> None:
 
 def show_known(hardware: Hardware, models: Mapping[str, Model]) -> None:
     """The tables of `plan list`."""
-    out = Console(highlight=False)
+    out = console()
     table = Table("device", "TFLOP/s", "GiB", "node", "links", "source")
     for name, d in hardware.devices.items():
         links = " / ".join(filter(None, (d.near, d.far)))

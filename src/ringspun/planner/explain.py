@@ -6,12 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from ringspun.core.mask import Causal, Full, Mask
 from ringspun.errors import ConfigError
 from ringspun.planner.hardware import GIB
 from ringspun.planner.memory import TRUST
 from ringspun.planner.overlap import NEVER, Hop, hop, least_slice
+from ringspun.planner.ring import head_pairs, schedules
 from ringspun.planner.search import Plan, Question, search
 from ringspun.planner.split import Split
+from ringspun.planner.time import Job
 
 MUCH = 1.1
 """Times more tokens per second from which another way is better in any case."""
@@ -90,14 +95,24 @@ def _spread(question: Question) -> Plan | None:
 
 
 def slowest_hop(plan: Plan, *, backward: bool = False) -> Hop:
-    """A hop of the plan's ring over its slowest link."""
+    """A hop of the plan's ring over its slowest link, and a step of the layers that see most."""
     job = plan.job
+    mask = job.masks()[0][0]
     link = job.place.far if job.split.ring > job.place.node else job.place.near
     shared = job.split.tp * job.split.ulysses
-    return hop(
+    told = hop(
         job.cluster.device, link, job.model, math.ceil(job.seq_len / job.split.ring), batch=job.batch,
-        shared_heads=shared, causal=str(job.mask) == "causal", backward=backward,
+        shared_heads=shared, causal=mask == Causal(), backward=backward,
     )  # fmt: skip
+    return told if mask in (Causal(), Full()) else replace(told, compute=_step_seconds(job, mask, backward=backward))
+
+
+def _step_seconds(job: Job, mask: Mask, *, backward: bool) -> float:
+    """Of the steps that compute at all, their mean: a mask may leave most of a block out."""
+    ranks = schedules(job.split.ring, job.layout, job.route, mask, job.seq_len)
+    passes = [s.backward if backward else s.forward for s in ranks]
+    steps = np.concatenate([job.work.seconds(head_pairs(p, job.work.wire), backward=backward) for p in passes])
+    return float(steps[steps > 0].mean()) if (steps > 0).any() else 0.0
 
 
 def _hops(plan: Plan) -> tuple[str, ...]:

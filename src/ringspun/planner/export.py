@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ringspun.core.mask import Mask
+from ringspun.core.mask import Causal, Mask
 from ringspun.errors import ConfigError
 from ringspun.planner.accuracy import (
     CELLS,
@@ -83,26 +83,32 @@ def answer_data(question: Question, plans: list[Plan], told: Verdict, advice: li
 
 
 def train_config(plan: Plan, *, steps: int = 1000) -> str:
-    """A TOML file that `ringspun train` takes: its sizes, length, ring and layout.
+    """A TOML file that `ringspun train` takes: its sizes, length and batch, who shares what, and what is kept.
 
     Raises:
-        ConfigError: a plan with what that command has not: another degree than the ring's, another kind of model.
+        ConfigError: a plan with what that command has not: tensor parallelism, another mask, another kind of model.
     """
-    split, model = plan.job.split, plan.job.model
-    if split.ulysses > 1 or split.tp > 1 or split.dp > 1:
-        raise ConfigError(
-            f"split must be one ring for `ringspun train`; got {split}. Ask with --ring-only and --batch 1, or take "
-            "the JSON."
-        )
-    if not model.gated or model.biases != "none" or model.window or model.head_size * model.heads != model.hidden:
+    job = plan.job
+    split, model = job.split, job.model
+    if split.tp > 1:
+        raise ConfigError(f"split must be without tp for `ringspun train`; got {split}. Ask with --max-tp 1.")
+    if job.mask != Causal():
+        raise ConfigError(f"mask must be causal for `ringspun train`; got {job.mask}. Take the JSON.")
+    llama = model.gated and model.biases == "none" and not model.window and not model.qk_norm and model.norms == 2
+    if not llama or model.head_size * model.heads != model.hidden or model.head_size % 2:
         raise ConfigError(f"model must be a Llama for `ringspun train`; got {model.name}. Take the JSON.")
     lines = [
-        f"# {model.name} on {split}; {plan.seconds:.3g} s a step of {plan.passes} sequences expected. A step of",
-        "# `ringspun train` is one sequence; its tokens are bytes. Not said here: vocabulary, theta of the rotary",
-        f"# positions, route ({plan.job.route}), checkpointing ({plan.job.checkpointing}), sharding of weights.",
-        f"seq_len = {plan.job.seq_len}",
-        f"ranks = {split.ring}",
-        f"layout = {json.dumps(str(plan.job.layout))}",
+        f"# {' '.join(model.name.split())} on {split}; {plan.seconds:.3g} s a step expected. Tokens are bytes, and all",
+        f"# state is sharded (planned: ZeRO-{job.zero}). Not said here: vocabulary, theta of the rotary positions,",
+        f"# route ({job.route}).",
+        f"seq_len = {job.seq_len}",
+        f"batch_size = {plan.passes * split.dp}",
+        f"ranks = {split.ring * split.ulysses}",
+        f"ulysses = {split.ulysses}",
+        f"dp_shard = {split.dp}",
+        f"shard = {json.dumps('fsdp' if split.devices > 1 else 'none')}",
+        f"layout = {json.dumps(str(job.layout))}",
+        f"checkpointing = {json.dumps(job.checkpointing)}",
         'dtype = "bfloat16"',
         f"steps = {steps}",
         "",
@@ -129,16 +135,19 @@ def inference_data(
     device = cluster.device
     sent = math.ceil(2 * new / ranks * max(1, model.kv_heads // tp) * model.head_size * ELEMENT)
     rate = sent / link.seconds(sent)
-    way = travels(model, new, cached, ranks=ranks, flops=device.attention, bytes_per_s=rate)
+    way = travels(model, new, cached, ranks=ranks, flops=device.attention, bytes_per_s=rate) if ranks > 1 else None
     seconds = first_token_seconds(model, new, ranks * tp, device.attention, cached)
     one = decode(device, link, model, new + cached, ranks, batch=batch, shared_heads=tp)
     kept = cache_bytes(model, new + cached, devices=ranks * min(tp, model.kv_heads), batch=batch)
     weights = ELEMENT * model.parameters / tp
-    hidden = new >= least_new_tokens(model, ranks, device.attention, rate)
-    told = [
-        f"prefill: {'keys and values' if way == 'kv' else 'queries'} travel; keys hide from "
+    hidden = ranks == 1 or new >= least_new_tokens(model, ranks, device.attention, rate)
+    travelling = (
+        f"{'keys and values' if way == 'kv' else 'queries'} travel; keys hide from "
         f"{least_new_tokens(model, ranks, device.attention, rate):,.0f} new tokens on, and are more bytes than queries "
-        f"where less than {least_new_fraction(model):.1%} of the tokens are new",
+        f"where less than {least_new_fraction(model):.1%} of the tokens are new"
+    )
+    told = [
+        f"prefill: {travelling if way else 'on one rank nothing travels'}",
         f"first token after {seconds:.3g} s, if transfers hide",
         f"weights {weights / GIB:.1f} GiB and cache {kept / GIB:.2f} GiB of {device.memory_gib:g} GiB a device"
         f"{'' if weights + kept <= device.memory_bytes else ': they do not fit'}",
@@ -147,7 +156,8 @@ def inference_data(
         told.append(
             f"decode: do not ring. A layer's token takes {1e6 * one.ring:,.0f} us with keys going round, "
             f"{1e6 * one.pass_q:,.0f} us with queries, {1e6 * one.merge:,.0f} us with one merge of all ranks, "
-            f"{1e6 * one.whole:,.0f} us with the whole cache on one rank: take {one.best}, on devices of its own"
+            f"{1e6 * one.whole:,.0f} us with the whole cache on one rank"
+            f"{'' if one.whole_fits else ', which it does not fit'}: take {one.best}, on devices of its own"
         )
     return {
         "travels": way,

@@ -17,6 +17,8 @@ from ringspun.errors import ConfigError
 from ringspun.planner.reading import Entry, checked, read, squeezed, unknown
 
 GIB = 1 << 30
+MOST_DEVICES = 1 << 20
+"""Of a cluster; nobody has more, and all their divisors are looked at."""
 SIZES = tuple(1 << n for n in range(10, 35))
 """Lengths at which a link's curve is tabulated: 1 KiB to 16 GiB."""
 OF_MATMUL = 0.7
@@ -89,6 +91,13 @@ class Device(Entry):
     source: str = Field(min_length=1, description="Where the figures come from.")
     date: str = Field(min_length=4, description="When they were read.")
     assumed: str = Field(default="", description="What nobody published.")
+
+    @model_validator(mode="after")
+    def _peaks(self) -> Self:
+        for name in ("matmul_flops", "attention_flops"):
+            if (getattr(self, name) or 0) > self.flops:
+                raise ValueError(f"{name} must be at most flops, the peak; got {getattr(self, name)} and {self.flops}.")
+        return self
 
     @property
     def memory_bytes(self) -> float:
@@ -231,8 +240,8 @@ def cluster(
     """
     known = Hardware.load() if hardware is None else hardware
     found = known.device(device)
-    if count < 1:
-        raise ConfigError(f"devices must be at least 1; got {count}.")
+    if not 1 <= count <= MOST_DEVICES:
+        raise ConfigError(f"devices must be at least 1 and at most {MOST_DEVICES:,}; got {count:,}.")
     if node is not None and node < 1:
         raise ConfigError(f"node must be at least 1 device; got {node}.")
     if measured is not None:

@@ -72,7 +72,7 @@ class Decode:
     Args:
         local: reading a rank's part of the cache. ring: that, with keys and values going round. pass_q: with the query
             going round and partial results sent home. merge: with one merge of all ranks' partial results. whole: the
-            whole cache on one rank.
+            whole cache on one rank. whole_fits: whether that holds it, beside the weights.
     """
 
     local: float
@@ -80,11 +80,13 @@ class Decode:
     pass_q: float
     merge: float
     whole: float
+    whole_fits: bool = True
 
     @property
     def best(self) -> str:
-        """The quickest of those."""
-        ways = {"one merge": self.merge, "passing queries": self.pass_q, "a ring": self.ring, "one rank": self.whole}
+        """The quickest of those that can be."""
+        whole = self.whole if self.whole_fits else math.inf
+        ways = {"one rank": whole, "one merge": self.merge, "passing queries": self.pass_q, "a ring": self.ring}
         return min(ways, key=lambda name: ways[name])
 
 
@@ -98,14 +100,17 @@ def decode(
         cached: tokens of each sequence. shared_heads: devices that share out the heads (tp).
     """
     width = max(1.0, model.kv_heads / shared_heads) * model.head_size
-    cache_bytes = 2 * batch * cached * width * element_bytes
-    local, whole = (cache_bytes / n / device.memory_bytes_per_s for n in (ranks, 1))
+    n_bytes = 2 * batch * cached * width * element_bytes
+    local, whole = (n_bytes / n / device.memory_bytes_per_s for n in (ranks, 1))
     heads = model.heads / shared_heads
     query = math.ceil(batch * heads * model.head_size * element_bytes)
     partial = math.ceil(batch * heads * (model.head_size + 1) * 4)
     if ranks == 1:
         return Decode(whole, whole, whole, whole, whole)
-    block = link.seconds(math.ceil(cache_bytes / ranks))
+    shards = min(shared_heads, model.kv_heads)
+    held = cache_bytes(model, cached, devices=shards, batch=batch, element_bytes=element_bytes)
+    fits = held + model.parameters * element_bytes / shared_heads <= device.memory_bytes
+    block = link.seconds(math.ceil(n_bytes / ranks))
     turns = math.ceil(math.log2(ranks))
     return Decode(
         local,
@@ -113,6 +118,7 @@ def decode(
         local + (ranks - 1) * max(local, link.seconds(query)) + link.seconds((ranks - 1) * partial),
         link.seconds(query) + local + turns * link.seconds(partial),  # the query is known everywhere after one hop
         whole,
+        fits,
     )
 
 

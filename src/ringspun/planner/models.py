@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from os.path import isdir
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -33,6 +34,7 @@ class Model(Entry):
     positions: int = Field(default=0, ge=0, description="Rows of a table of positions.")
     window: int | None = Field(default=None, gt=0, description="Keys that a query of a sliding layer sees.")
     full_every: int = Field(default=0, ge=0, description="One layer of so many sees all keys; 0: all slide.")
+    full: int | None = Field(default=None, ge=0, description="Or how many layers see all keys.")
 
     @model_validator(mode="before")
     @classmethod
@@ -55,6 +57,11 @@ class Model(Entry):
             raise ValueError("head_size must be at least 1; got 0.")
         if self.full_every and self.window is None:
             raise ValueError(f"full_every must come with a window; got {self.full_every} and none.")
+        if self.full is not None and (self.window is None or self.full > self.layers):
+            raise ValueError(
+                f"full must come with a window and be at most layers; got {self.full}, window = {self.window}, "
+                f"layers = {self.layers}."
+            )
         return self
 
     @property
@@ -103,6 +110,8 @@ class Model(Entry):
         """Layers that see all keys."""
         if self.window is None:
             return self.layers
+        if self.full is not None:
+            return self.full
         return self.layers // self.full_every if self.full_every else 0
 
 
@@ -120,8 +129,8 @@ def model(name: str) -> Model:
         ConfigError: no such name or file; with the nearest names.
     """
     path = Path(name)
-    if path.suffix == ".json" or path.is_dir():
-        return from_config(path / "config.json" if path.is_dir() else path)
+    if path.suffix == ".json" or isdir(path):
+        return from_config(path / "config.json" if isdir(path) else path)
     names = {squeezed(n): found for n, found in known_models().items()}
     if squeezed(name) not in names:
         raise ConfigError(unknown("model", name, known_models()) + " A Hugging Face config.json serves too.")
@@ -139,7 +148,17 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "tied": ("tie_word_embeddings",),
 }
 """A field, and what configurations call it."""
-_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"tied": True},
+    "gpt_bigcode": {"tied": True},
+    "opt": {"tied": True},
+    "starcoder2": {"tied": True},
+    "gpt_neox": {},
+    "phi": {"norms": 1},
+    "nemotron": {"biases": "none"},
+}
+"""Kinds of two matrices in the feed-forward layer, with biases everywhere, and what else they have."""
 
 
 def from_config(path: Path) -> Model:
@@ -159,7 +178,9 @@ def from_config(path: Path) -> Model:
         values["intermediate"] = 4 * values["hidden"]
     values = {field: value for field, value in values.items() if value is not None}
     return checked(
-        Model, {**values, "name": config.get("_name_or_path") or path.parent.name, **_by_kind(config, kind)}, str(path)
+        Model,
+        {**values, "name": config.get("_name_or_path") or path.resolve().parent.name, **_by_kind(config, kind)},
+        str(path),
     )
 
 
@@ -171,9 +192,20 @@ def _refuse(config: Mapping[str, Any], path: Path) -> None:
     experts = _first(config, _EXPERTS)
     if experts is not None:
         raise ConfigError(f"{path}: model must be dense; got a mixture of {experts} experts, which is not planned for.")
-    other = {str(t) for t in config.get("layer_types") or ()} - {"full_attention", "sliding_attention"}
+    if config.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{path}: keys and values must be projected from the tokens; got kv_lora_rank = {config['kv_lora_rank']}. "
+            "Latent attention is not planned for."
+        )
+    types = config.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ConfigError(f"{path}: layer_types must be a list; got {types!r}.")
+    other = {str(t) for t in types} - {"full_attention", "sliding_attention"}
     if other:
         raise ConfigError(f"{path}: layers must be full or sliding attention; got {', '.join(sorted(other))}.")
+    layers = _first(config, _NAMES["layers"])
+    if types and len(types) != layers:
+        raise ConfigError(f"{path}: layer_types must name each of {layers} layers; got {len(types)}.")
 
 
 def _by_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -181,20 +213,35 @@ def _by_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if kind.startswith("gemma"):
         found |= {"tied": config.get("tie_word_embeddings", True), "norms": 2 if kind == "gemma" else 4}
-    if kind == "gpt2":
-        found |= {"gated": False, "biases": "all", "tied": True, "positions": config.get("n_positions", 1024)}
+    if kind in _PLAIN:
+        found |= {"gated": False, "biases": "all", "positions": _positions(config, kind), **_PLAIN[kind]}
     elif kind == "qwen2" or config.get("attention_bias"):
         found["biases"] = "qkv"
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
     found["qk_norm"] = kind in ("qwen3", "gemma3", "gemma3_text")
     return found | _window(config, kind)
 
 
+def _positions(config: Mapping[str, Any], kind: str) -> Any:
+    if kind == "opt":
+        most = config.get("max_position_embeddings", 2048)
+        return most + 2 if isinstance(most, int) else most  # its table begins two rows early
+    return config.get("n_positions", 1024) if kind in ("gpt2", "gpt_bigcode") else 0
+
+
 def _window(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    window = config.get("sliding_window")
-    types = config.get("layer_types")
-    if window is None or config.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    qwen = kind.startswith("qwen")
+    if window is None or not config.get("use_sliding_window", not qwen):
         return {}
     if types:
-        full = types.count("full_attention")
-        return {"window": window, "full_every": len(types) // full if full else 0}
-    return {"window": window, "full_every": {"gemma2": 2}.get(kind, config.get("sliding_window_pattern", 0))}
+        return {"window": window, "full": types.count("full_attention")} if "sliding_attention" in types else {}
+    if qwen:  # the first layers see all keys
+        most, layers = config.get("max_window_layers", 28), _first(config, _NAMES["layers"])
+        return {
+            "window": window,
+            "full": min(most, layers) if isinstance(most, int) and isinstance(layers, int) else most,
+        }
+    every = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind, 0)
+    return {"window": window, "full_every": config.get("sliding_window_pattern", every)}

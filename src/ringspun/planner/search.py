@@ -136,7 +136,7 @@ def search(question: Question, *, keep: int = 5, only: Callable[[Split], bool] |
         if (only is None or only(job.split)) and memory_of(question, job).fits
     ]
     if not jobs:
-        raise ConfigError(_nothing_fits(question, batch))
+        raise ConfigError(_nothing_fits(question, batch, only))
     bounded = sorted(((_passes(question, job) * least_seconds(job), i) for i, job in enumerate(jobs)))
     best: dict[Split, Plan] = {}
     for bound, i in bounded:
@@ -163,7 +163,8 @@ def _jobs(question: Question, seq_len: int, batch: int) -> Iterator[Job]:
 
 
 def _passes(question: Question, job: Job) -> int:
-    return question.sequences(job.seq_len) // job.split.dp
+    """At least one: the longest length takes so many replicas that a step's usual tokens may be fewer."""
+    return max(1, question.sequences(job.seq_len) // job.split.dp)
 
 
 def _method(split: Split) -> Method:
@@ -231,7 +232,7 @@ def _longest_plans(question: Question, keep: int, only: Callable[[Split], bool] 
         found[split] = (fits.tokens, "layer", 3)
     ranked = sorted(found, key=lambda split: -found[split][0])[:keep]
     if not ranked or found[ranked[0]][0] < 1:
-        raise ConfigError(_nothing_fits(question, 1))
+        raise ConfigError(_nothing_fits(question, 1, only))
     plans = []
     for split in ranked:
         tokens, checkpointing, zero = found[split]
@@ -245,11 +246,16 @@ def _longest_plans(question: Question, keep: int, only: Callable[[Split], bool] 
     return plans
 
 
-def _nothing_fits(question: Question, batch: int) -> str:
+def _nothing_fits(question: Question, batch: int, only: Callable[[Split], bool] | None) -> str:
     count, name = question.cluster.count, question.cluster.device.name
-    lengths = [
-        (_longest(question, split, "layer", 3).tokens, split) for split in splits(question, batch)
-    ]  # fmt: skip
+    asked = [split for split in splits(question, batch) if only is None or only(split)]
+    fewest = min((split.slices for split in asked), default=1)
+    if question.seq_len is not None and question.seq_len < fewest:
+        return (
+            f"seq_len must give each device a token; got {question.seq_len:,} tokens for {fewest:,} devices, with "
+            f"batch = {batch}. Give more sequences, or fewer devices."
+        )
+    lengths = [(_longest(question, split, "layer", 3).tokens, split) for split in asked]
     tokens, split = max(lengths, key=lambda one: one[0], default=(0.0, Split()))
     if tokens < 1:
         return (
