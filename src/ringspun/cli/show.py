@@ -168,14 +168,15 @@ def _compared(asked: Asked, ways: Sequence[str]) -> Figure:
 
     scenes = []
     for way in ways or ("contiguous", "zigzag", "striped"):
-        layout, route = asked.layout, asked.route
+        parts: dict[str, str] = {}
         for part in way.split("/"):
             name = part.split("(")[0].strip().lower()
-            if next(iter(get_close_matches(name, [*LAYOUTS, *ROUTES], 1)), "") in LAYOUTS:  # also of a slip of the pen
-                layout = part
-            else:
-                route = part
-        scenes.append(_scene(replace(asked, layout=layout, route=route)))
+            near = next(iter(get_close_matches(name, [*LAYOUTS, *ROUTES], 1)), "")  # also of a slip of the pen
+            kind = "layout" if near in LAYOUTS else "route"
+            if kind in parts:
+                raise ValueError(f"a way must be one layout and one route at most; got {way!r}, which has two {kind}s.")
+            parts[kind] = part
+        scenes.append(_scene(replace(asked, **parts)))
     return compare.of(scenes, *timeline.on(scenes[0], _cluster(asked)))
 
 
