@@ -95,13 +95,16 @@ def show(
     with _told():
         if ways and what != "compare":
             raise ValueError(f"{what} must be asked for alone; got {' '.join(ways)}. To compare: show compare A B.")
-        if (log or call is not None) and what not in ("timeline", "all"):
+        names = () if what == "compare" else _named(what)
+        if (log or call is not None) and "timeline" not in names:
             raise ValueError(f"log and call must come with timeline; got {what}. Leave them out.")
+        if call is not None and not log:
+            raise ValueError(f"call must come with log, whose call it is; got {call} alone. Give the run's step logs.")
         small = save is None and not as_json
         if what == "compare":
             figures = [_compared(asked, ways or [])]
         else:
-            figures = [_figure(name, asked, log or [], call, small=small) for name in _named(what)]
+            figures = [_figure(name, asked, log or [], call, small=small) for name in names]
         _out(figures, save, as_json=as_json)
 
 
@@ -150,7 +153,10 @@ def _timeline(asked: Asked, log: list[Path], call: int | None) -> Figure:
     from ringspun.pictures.figures import timeline
     from ringspun.steplog.timeline import read
 
-    rings = read([f for d in log for f in (sorted(d.glob("ringspun-*.json")) if d.is_dir() else [d])]) if log else []
+    files = [f for d in log for f in (sorted(d.glob("ringspun-*.json")) if d.is_dir() else [d])]
+    if log and not files:
+        raise ConfigError(f"log must be a step log or a folder of ringspun-*.json; got none in {log[0]}.")
+    rings = read(files) if log else []
     if len(rings) > 1:
         raise ConfigError(
             f"log must be of one ring; got {', '.join(ring.name for ring in rings)}. Give its dumps alone."
