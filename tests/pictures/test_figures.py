@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Causal, Contiguous, Documents, Striped, Window, Zigzag
+from ringspun import Balanced, Causal, Contiguous, Documents, Striped, Window, Zigzag
 from ringspun.core import accounting
 from ringspun.core import regions as rg
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
@@ -135,6 +135,18 @@ def test_a_predicted_run_is_the_simulations(where):
     for edge in {(t.sender, t.receiver) for t in run.transfers}:
         on_link = sorted((t.start_s, t.end_s) for t in run.transfers if (t.sender, t.receiver) == edge)
         assert all(end <= start + 1e-15 for (_, end), (start, _) in pairwise(on_link))
+
+
+def test_some_ranks_of_unequal_speeds_compute_as_long_as_all_would(monkeypatch):
+    scene = Scene.of(4096, 8, layout=Balanced(speeds=(1, 1, 2, 2, 1, 1, 4, 4)))
+    work, place = on_h100(scene)
+    (whole,) = timeline.of(scene, work, place).runs
+    monkeypatch.setattr("ringspun.pictures.scene.MOST_RANKS", 3)
+    some = Scene.of(4096, 8, layout=scene.sides.queries.layout)
+    (run,) = timeline.of(some, work, place).runs
+    assert some.ranks == (0, 3, 7)
+    for rank in some.ranks:
+        assert run.spent_s(rank, "compute") == pytest.approx(whole.spent_s(rank, "compute"))
 
 
 def test_ways_are_compared_by_their_own_figures():

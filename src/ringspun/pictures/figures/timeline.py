@@ -158,6 +158,8 @@ def _simulated(found: Timeline, direction: int) -> Run:
 def _in_step(scene: Scene, passes: list[Pass], work: Work, place: Place, direction: int) -> Run:
     """All ranks wait for each other at every step, as `ringspun.planner.ring.lap` has it; several steps a span."""
     compute = np.stack([work.seconds(head_pairs(one, work.wire), backward=direction == 1) for one in passes])
+    if scene.speeds is not None:
+        compute = compute / np.array(scene.speeds)[:, None]
     sent = np.stack([sent_seconds(one, r, work.wire, place) for one, r in zip(passes, scene.ranks, strict=True)])
     columns = edges(compute.shape[1], MOST_CELLS)
     lasting = np.add.reduceat(np.maximum(compute.max(0), sent.max(0)), columns[:-1])
