@@ -175,17 +175,17 @@ def _in_step(scene: Scene, passes: list[Pass], work: Work, place: Place, directi
 
 
 def measured(log: Merged, call: int) -> Run:
-    """A forward call of a log and its backward call, if there was one."""
-    runs = [_measured(log, call, 0)]
-    if any(s.phase == call + 1 for m in log.members.values() for s in m.spans):
-        runs.append(_measured(log, call, 1))
+    """A forward call of a log and its backward call, the last if there were several."""
+    runs = [_measured(log, call, 0, 0)]
+    backward = [s.call for m in log.members.values() for s in m.spans if s.phase == call + 1]
+    if backward:
+        runs.append(_measured(log, max(backward), call + 1, 1))
     return _joined("measured", runs)
 
 
-def _measured(log: Merged, call: int, direction: int) -> Run:
-    phase = 0 if direction == 0 else call + 1
+def _measured(log: Merged, call: int, phase: int, direction: int) -> Run:
     spells = {
-        r: [(a, b) for a, b in _spells(m) if a.phase == phase and (direction or a.call == call) and a.state in _STATES]
+        r: [(a, b) for a, b in _spells(m) if (a.call, a.phase) == (call, phase) and a.state in _STATES]
         for r, m in log.members.items()
     }
     start = min(a.start for found in spells.values() for a, _ in found)
@@ -196,7 +196,7 @@ def _measured(log: Merged, call: int, direction: int) -> Run:
         for a, b in found
         if b > a.start
     )
-    return Run("", ((end - start) / 1e9,), spans, tuple(_transfers(log, call, direction, start)))
+    return Run("", ((end - start) / 1e9,), spans, tuple(_transfers(log, call, phase, start)))
 
 
 def _spells(member: Member) -> Iterator[tuple[Spell, int]]:
@@ -207,14 +207,13 @@ def _spells(member: Member) -> Iterator[tuple[Spell, int]]:
         yield member.spans[-1], max(member.end, member.spans[-1].start)
 
 
-def _transfers(log: Merged, call: int, direction: int, start: int) -> Iterator[Transfer]:
-    phase = 0 if direction == 0 else call + 1
-    found = []
+def _transfers(log: Merged, call: int, phase: int, start: int) -> Iterator[Transfer]:
+    found, direction = [], int(phase > 0)
     for receiver, member in log.members.items():
         for message, landed in member.landed.items():
             number, of_phase, payload, step, source, _ = message.key
             peer = log.members.get(message.peer)
-            if message.sends or of_phase != phase or (direction == 0 and number != call) or peer is None:
+            if message.sends or (number, of_phase) != (call, phase) or peer is None:
                 continue
             there = partner(message, receiver)
             begins = max(member.posted[message], peer.posted.get(there, 0))
