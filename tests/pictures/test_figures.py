@@ -81,6 +81,16 @@ def test_masks_and_layouts_in_cells_of_any_size(plan, most):
         assert held.tokens[i] == len(mine)
 
 
+def test_every_message_of_64_ranks_is_told_and_of_more_ranks_how_many():
+    found = schedule.of(Scene.of(256, 64))
+    assert [one.sent for one in (found.forward, found.backward)] == [64 * 63, 2 * 64 * 63]
+    assert all(len(one.messages) == one.sent for one in (found.forward, found.backward))
+    assert "messages" not in " ".join(found.notes)
+    some = schedule.of(Scene.of(4096, 1024))
+    assert some.forward.messages == () and some.forward.sent == 16 * 1023
+    assert "forward: 16,368 messages, which are not drawn" in some.notes
+
+
 @given(plans(30))
 def test_tiles_in_any_layout_have_the_schedules_pairs(plan):
     allowed, length, ring_size, where = plan

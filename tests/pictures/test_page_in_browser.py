@@ -199,6 +199,18 @@ def test_another_width_keeps_the_step(browser, shown):
     assert step(browser) == 4 and browser.run("document.querySelector('input[value=backward]').checked")
 
 
+def test_messages_that_are_not_listed_are_not_told_to_be_none(browser, shown, monkeypatch):
+    monkeypatch.setattr(schedule, "MOST_MESSAGES", 3)
+    shown([schedule.of(SCENES["zigzag"])])
+    state = browser.run("look.state()")
+    assert {row[4] for row in state["rows"]} == {"not listed"} and "too many to be listed" in state["said"]
+    browser.press("End")
+    assert "too many to be listed" in browser.run("look.state()")["said"]
+    shown([schedule.of(SCENES["one rank"])])
+    state = browser.run("look.state()")
+    assert {row[4] for row in state["rows"]} == {"–"} and "Nothing is sent." in state["said"]
+
+
 def test_many_tiles_are_drawn_shard_by_shard(browser, shown, monkeypatch):
     monkeypatch.setattr(schedule, "MOST_TILES", 3)
     figure = schedule.of(SCENES["zigzag"])

@@ -24,7 +24,8 @@ from ringspun.pictures.scene import Scene, edges
 
 MOST_TILES = 4000
 """That are drawn one by one."""
-MOST_MESSAGES = 4000
+MOST_MESSAGES = 8192
+"""As many as a ring of 64 sends in backward, keys and gradients."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PassFigure:
         travels: "keys" or "queries". steps: edges of the columns.
         kinds: of what is computed ``[rank][column]``. pairs: how many; of one head, as `Pass.pairs` counts them.
         sources: rank that owns the block; -1: several, or none.
-        messages: that are sent, each (step that posts it, step that waits for it, whether it is posted after the
+        sent: how many messages. messages: each (step that posts it, step that waits for it, whether it is posted after the
             step's tiles, sender, receiver, `Payload`, rank that owns the block, rows, bytes); none where there are
             more than `MOST_MESSAGES`.
         tiles: in the score matrix, each (ring rank, step, place in `ringspun.pictures.figures.base.KINDS`, q0, q1, k0,
@@ -48,6 +49,7 @@ class PassFigure:
     kinds: tuple[tuple[Kind, ...], ...]
     pairs: Rows
     sources: Rows
+    sent: int
     messages: Rows
     tiles: Rows
 
@@ -85,6 +87,8 @@ def of(scene: Scene, most: int = MOST_CELLS) -> ScheduleFigure:
     for one, words in zip(passes, ("forward", "backward"), strict=True):
         if not one.tiles and any(any(row) for row in one.pairs):
             notes += (f"{words}: more than {MOST_TILES:,} tiles, which are not drawn one by one",)
+        if len(one.messages) < one.sent:
+            notes += (f"{words}: {one.sent:,} messages, which are not drawn",)
     sides = scene.sides
     return ScheduleFigure(
         scene.words, notes, scene.ring_size, scene.ranks, axes.order.value, int(sides.queries.seq_len),
@@ -94,7 +98,7 @@ def of(scene: Scene, most: int = MOST_CELLS) -> ScheduleFigure:
 
 def _pass(scene: Scene, axes: Axes, most: int, *, backward: bool) -> PassFigure:
     passes, blocks = scene.passes(backward=backward), scene.blocks(backward=backward)
-    columns = edges(len(passes[0]), most)
+    columns, sends = edges(len(passes[0]), most), [_sends(one, scene.wire) for one in passes]
     pairs = np.stack([one.pairs for one in passes])
     return PassFigure(
         passes[0].side.value,
@@ -102,7 +106,8 @@ def _pass(scene: Scene, axes: Axes, most: int, *, backward: bool) -> PassFigure:
         tuple(_kinds(one, columns) for one in passes),
         table(sums(pairs, columns, 1)),
         tuple(_sources(one, mine, columns) for one, mine in zip(passes, blocks, strict=True)),
-        _messages(passes, blocks, scene.wire),
+        sum(map(len, sends)),
+        _messages(sends, blocks, scene.wire),
         _tiles(passes, blocks, axes),
     )
 
@@ -119,14 +124,18 @@ def _sources(one: Pass, mine: Schedule | Turned, columns: NDArray[np.int64]) -> 
     return tuple(mine.owner(b) if 0 <= b < mine.whole else NONE for b in blocks)  # a rank without work may name more
 
 
-def _messages(passes: Sequence[Pass], blocks: Sequence[Schedule | Turned], wire: Format) -> Rows:
+def _sends(one: Pass, wire: Format) -> NDArray[np.int64]:
+    messages = carried(one.messages, wire.kv_heads)
+    sends: NDArray[np.int64] = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
+    return sends
+
+
+def _messages(sends: Sequence[NDArray[np.int64]], blocks: Sequence[Schedule | Turned], wire: Format) -> Rows:
+    if sum(map(len, sends)) > MOST_MESSAGES:
+        return ()
     found: list[tuple[int, ...]] = []
-    for one, mine in zip(passes, blocks, strict=True):
-        messages = carried(one.messages, wire.kv_heads)
-        sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
-        if len(found) + len(sends) > MOST_MESSAGES:
-            return ()
-        for m, n_bytes in zip(sends.tolist(), bytes_of(sends, wire).tolist(), strict=True):
+    for some, mine in zip(sends, blocks, strict=True):
+        for m, n_bytes in zip(some.tolist(), bytes_of(some, wire).tolist(), strict=True):
             found.append((
                 m[MessageColumn.STEP], m[MessageColumn.DUE], m[MessageColumn.MOMENT], mine.ring_rank,
                 m[MessageColumn.PEER], m[MessageColumn.PAYLOAD], mine.owner(m[MessageColumn.SOURCE]),
