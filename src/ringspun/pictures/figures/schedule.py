@@ -61,6 +61,7 @@ class ScheduleFigure(Figure):
     Args:
         ring_size: R. ranks: that are drawn. order: of the axes of the score matrix: "sequence", global positions; or
             "ranks", the rows of rank 0, then those of rank 1, and so on. queries, keys: lengths of the axes (tokens).
+        same: whether these are the same tokens, which the same ranks hold (self-attention).
         tokens: query rows of each rank drawn.
     """
 
@@ -70,6 +71,7 @@ class ScheduleFigure(Figure):
     order: str
     queries: int
     keys: int
+    same: bool
     tokens: tuple[int, ...]
     forward: PassFigure
     backward: PassFigure
@@ -92,7 +94,7 @@ def of(scene: Scene, most: int = MOST_CELLS) -> ScheduleFigure:
     sides = scene.sides
     return ScheduleFigure(
         scene.words, notes, scene.ring_size, scene.ranks, axes.order.value, int(sides.queries.seq_len),
-        int(sides.keys.seq_len), tuple(sides.queries.tokens[list(scene.ranks)].tolist()), *passes,
+        int(sides.keys.seq_len), sides.same, tuple(sides.queries.tokens[list(scene.ranks)].tolist()), *passes,
     )  # fmt: skip
 
 
