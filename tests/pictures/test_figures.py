@@ -102,6 +102,17 @@ def test_tiles_in_any_layout_have_the_schedules_pairs(plan):
         assert pairs.tolist() == [list(row) for row in one.pairs]
 
 
+def test_strides_without_heads_compute_nothing():
+    """By all_gather 2 KV heads come in 2 strides, however many the ring has."""
+    scene = Scene.of(18, 4, route=AllGather(), wire=Format(1, 8, 2, 64, 64, "bfloat16", 2, 4))
+    found, counted = schedule.of(scene), balance.of(scene)
+    for one, balanced in ((found.forward, counted.forward), (found.backward, counted.backward)):
+        assert one.pairs == balanced.pairs and sum(map(sum, one.pairs)) == 2 * (18 * 19 // 2)
+        busy = {step for rank, step, *_ in one.tiles}
+        assert len(busy) == 2 and all((row[s] == Kind.IDLE) == (s not in busy) for row in one.kinds for s in range(5))
+    assert "heads in 2 strides" in " ".join(found.notes)
+
+
 def test_balance_of_contiguous_and_zigzag():
     even, uneven = balance.of(WALK), balance.of(Scene.of(16, 4, layout=Contiguous()))
     assert even.forward.pairs == ((10, 8, 8, 8),) * 4 and even.forward.wait == 1

@@ -84,6 +84,7 @@ def of(scene: Scene, most: int = MOST_CELLS) -> ScheduleFigure:
     count = len(scene.passes(backward=False)[0])
     notes = scene.notes + cells_note(passes[0].steps[1] if len(passes[0].steps) > 1 else 1, "steps", count)
     strides = int(scene.schedules[0].forward.steps[:, StepColumn.STRIDES].max(initial=1))
+    strides = min(strides, scene.wire.kv_heads)
     if strides > 1:
         notes += (f"heads in {strides} strides: every pair is computed once in each, for the heads of it",)
     for one, words in zip(passes, ("forward", "backward"), strict=True):
