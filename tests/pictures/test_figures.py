@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Balanced, Causal, Contiguous, Documents, Striped, Window, Zigzag
+from ringspun import Balanced, Causal, Contiguous, Documents, DocumentZigzag, Striped, Window, Zigzag
 from ringspun.core import accounting
 from ringspun.core import regions as rg
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
@@ -179,6 +179,21 @@ def test_ways_are_compared_by_their_own_figures():
         assert way.imbalance == counted.forward.imbalance and way.wait[0] == counted.forward.wait
         assert way.sent_bytes == (max(counted.forward.sent_bytes), max(counted.backward.sent_bytes))
         assert way.memory_bytes == max(map(sum, memory.of(scene).held))
+
+
+def test_ways_are_predicted_alike_where_one_is_counted_on_some_ranks(monkeypatch):
+    """Else the clock that waits at every step would stand beside one that does not."""
+    monkeypatch.setattr("ringspun.pictures.scene.MOST_PIECES", 100)
+    documents = Documents([40] * 100)
+    scenes = [Scene.of(4000, 8, layout=where, documents=documents) for where in (Contiguous(), DocumentZigzag())]
+    assert [len(scene.ranks) for scene in scenes] == [8, 3]
+    found = compare.of(scenes, *on_h100(scenes[0]))
+    alone = timeline.predicted(scenes[0], *on_h100(scenes[0]), in_step=True)
+    assert found.ways[0].seconds == alone.seconds
+    assert found.notes == (
+        "documentzigzag, ring: 3 of 8 ranks are counted and drawn, evenly spread", timeline.IN_STEP,
+    )  # fmt: skip
+    assert timeline.IN_STEP not in compare.of(scenes[:1], *on_h100(scenes[0])).notes
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-12, 12), st.integers(-12, 12))

@@ -22,6 +22,7 @@ from ringspun.steplog.timeline import Member, Merged, State, partner
 from ringspun.steplog.timeline import Span as Spell
 
 PASSES = ("forward", "backward")
+IN_STEP = "predicted as if all ranks waited for each other at every step"
 _STATES = {State.BUSY: "compute", State.WAITING: "wait", State.TOGETHER: "wait"}
 
 
@@ -108,11 +109,11 @@ def of(
     size, ranks = 0, tuple[int, ...]()
     if scene is not None and work is not None and place is not None:
         size, ranks = scene.ring_size, scene.ranks
-        runs.append(_predicted(scene, work, place))
+        runs.append(predicted(scene, work, place, in_step=not scene.all_ranks))
         words.append(scene.words)
         notes += scene.notes
         if not scene.all_ranks:
-            notes += ("predicted as if all ranks waited for each other at every step",)
+            notes += (IN_STEP,)
     if log is not None:
         if scene is not None and size != log.size:
             raise DataError(f"log must be of a ring of {size} ranks, as is asked for; got one of {log.size}.")
@@ -133,11 +134,17 @@ def on(scene: Scene, cluster: Cluster) -> tuple[Work, Place]:
     return Work(scene.wire, rate), Place(cluster.near, cluster.far, cluster.node, cluster.apart)
 
 
-def _predicted(scene: Scene, work: Work, place: Place) -> Run:
+def predicted(scene: Scene, work: Work, place: Place, *, in_step: bool) -> Run:
+    """A forward and a backward pass of a scene.
+
+    Args:
+        in_step: all ranks wait for each other at every step, which some of them tell of too; else message by message,
+            of all ranks.
+    """
     runs = []
     for direction in range(len(PASSES)):
         passes, back = scene.passes(backward=direction == 1), direction == 1
-        if scene.all_ranks:
+        if not in_step:
             runs.append(_simulated(simulate_passes(passes, work, place, backward=back, speeds=scene.speeds), direction))
         else:
             runs.append(_in_step(scene, passes, work, place, direction))
