@@ -48,7 +48,7 @@ def test_a_split_of_heads_counts_the_heads_of_its_ring():
 def test_every_kind_of_plan_can_be_shown(options):
     plan = ContextParallel(Loopback(4), **options).plan(40, [Causal(), Window(7)])
     text = str(plan.show(like=tuple(torch.randn(2, 4, 40, 8) for _ in range(3))))
-    assert "batch row 0 of 2" in text
+    assert "batch row 0 of 2" in text and text.count("batch rows have masks of their own") == 2  # schedule, balance
 
 
 def test_another_name_is_refused():

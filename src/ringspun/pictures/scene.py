@@ -141,7 +141,9 @@ class Scene:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a picture does not show, in words."""
-        return self.notes_of(self.ranks)
+        rows = isinstance(self.mask, RowMasks) and len(set(self.mask.masks)) > 1
+        told = ("batch rows have masks of their own: pairs are of all rows together, tiles lie over each other",)
+        return self.notes_of(self.ranks) + told * rows
 
     def notes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The same, where some ranks alone are drawn."""
