@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +73,7 @@ def test_a_measured_run_beside_the_predicted(tmp_path):
     logs = [x for i in (0, 1) for x in ("--log", str(tmp_path / f"{i}.json"))]
     found = asked("timeline", "--ranks", "2", *logs)
     assert [run["name"] for run in found["runs"]] == ["predicted", "measured"]
+    assert [f["figure"] for f in asked("layout,timeline", "--ranks", "2", *logs)["figures"]] == ["layout", "timeline"]
     text = told("timeline", "--ranks", "2", *logs)
     assert "measured: forward 6 ms + backward 6 ms" in text and "predicted: forward" in text
     assert "log must be of a ring of 4 ranks" in told("timeline", *logs, code=2)
@@ -91,6 +93,8 @@ def test_files(tmp_path, ending):
         (["mask", "--mask", "causl"], "did you mean 'causal'"),
         (["mask", "--layout", "zigzg"], "did you mean 'zigzag'"),
         (["compare", "zigzag", "dirct"], "did you mean 'direct'"),
+        (["compare", "zigzag/striped"], "one layout and one route at most; got 'zigzag/striped', which has two layouts"),
+        (["compare", "direct/zigzag/ring"], "which has two routes"),
         (["compare", "zigzg/ring"], "did you mean 'zigzag'"),
         (["schedule", "--route", "double_ring(3)"], "inner must divide the ring's 4 ranks"),
         (["schedule", "--heads", "8", "--kv-heads", "3"], "kv-heads must divide heads"),
@@ -99,6 +103,8 @@ def test_files(tmp_path, ending):
         (["mask", "--data", "no-such-file"], "data must exist"),
         (["mask", "zigzag"], "mask must be asked for alone"),
         (["mask", "--call", "3"], "must come with timeline"),
+        (["timeline", "--call", "3"], "call must come with log"),
+        (["timeline", "--log", str(Path(__file__).parent)], "log must be a step log or a folder of ringspun-*.json"),
         (["timeline", "--device", "H1000"], "device must be"),
         (["mask", "--save", "x.gif"], "save must be a file that ends in"),
         (["mask", "--ranks", "0"], "ranks must be at least 1"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspun import Causal, Contiguous, Documents, Striped, Window, Zigzag
+from ringspun import Balanced, Causal, Contiguous, Documents, DocumentZigzag, Striped, Window, Zigzag
 from ringspun.core import accounting
 from ringspun.core import regions as rg
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring
@@ -81,6 +81,16 @@ def test_masks_and_layouts_in_cells_of_any_size(plan, most):
         assert held.tokens[i] == len(mine)
 
 
+def test_every_message_of_64_ranks_is_told_and_of_more_ranks_how_many():
+    found = schedule.of(Scene.of(256, 64))
+    assert [one.sent for one in (found.forward, found.backward)] == [64 * 63, 2 * 64 * 63]
+    assert all(len(one.messages) == one.sent for one in (found.forward, found.backward))
+    assert "messages" not in " ".join(found.notes)
+    some = schedule.of(Scene.of(4096, 1024))
+    assert some.forward.messages == () and some.forward.sent == 16 * 1023
+    assert "forward: 16,368 messages, which are not drawn" in some.notes
+
+
 @given(plans(30))
 def test_tiles_in_any_layout_have_the_schedules_pairs(plan):
     allowed, length, ring_size, where = plan
@@ -90,6 +100,17 @@ def test_tiles_in_any_layout_have_the_schedules_pairs(plan):
         for rank, step, *_, q0, q1, k0, k1, lo, hi in one.tiles:
             pairs[rank, step] += rg.count(np.array([[q0, q1, k0, k1, lo, hi]]))[0]
         assert pairs.tolist() == [list(row) for row in one.pairs]
+
+
+def test_strides_without_heads_compute_nothing():
+    """By all_gather 2 KV heads come in 2 strides, however many the ring has."""
+    scene = Scene.of(18, 4, route=AllGather(), wire=Format(1, 8, 2, 64, 64, "bfloat16", 2, 4))
+    found, counted = schedule.of(scene), balance.of(scene)
+    for one, balanced in ((found.forward, counted.forward), (found.backward, counted.backward)):
+        assert one.pairs == balanced.pairs and sum(map(sum, one.pairs)) == 2 * (18 * 19 // 2)
+        busy = {step for rank, step, *_ in one.tiles}
+        assert len(busy) == 2 and all((row[s] == Kind.IDLE) == (s not in busy) for row in one.kinds for s in range(5))
+    assert "heads in 2 strides" in " ".join(found.notes)
 
 
 def test_balance_of_contiguous_and_zigzag():
@@ -137,6 +158,18 @@ def test_a_predicted_run_is_the_simulations(where):
         assert all(end <= start + 1e-15 for (_, end), (start, _) in pairwise(on_link))
 
 
+def test_some_ranks_of_unequal_speeds_compute_as_long_as_all_would(monkeypatch):
+    scene = Scene.of(4096, 8, layout=Balanced(speeds=(1, 1, 2, 2, 1, 1, 4, 4)))
+    work, place = on_h100(scene)
+    (whole,) = timeline.of(scene, work, place).runs
+    monkeypatch.setattr("ringspun.pictures.scene.MOST_RANKS", 3)
+    some = Scene.of(4096, 8, layout=scene.sides.queries.layout)
+    (run,) = timeline.of(some, work, place).runs
+    assert some.ranks == (0, 3, 7)
+    for rank in some.ranks:
+        assert run.spent_s(rank, "compute") == pytest.approx(whole.spent_s(rank, "compute"))
+
+
 def test_ways_are_compared_by_their_own_figures():
     scenes = [Scene.of(8192, 4, layout=where) for where in (Contiguous(), Zigzag())]
     found = compare.of(scenes, *on_h100(scenes[0]))
@@ -146,6 +179,21 @@ def test_ways_are_compared_by_their_own_figures():
         assert way.imbalance == counted.forward.imbalance and way.wait[0] == counted.forward.wait
         assert way.sent_bytes == (max(counted.forward.sent_bytes), max(counted.backward.sent_bytes))
         assert way.memory_bytes == max(map(sum, memory.of(scene).held))
+
+
+def test_ways_are_predicted_alike_where_one_is_counted_on_some_ranks(monkeypatch):
+    """Else the clock that waits at every step would stand beside one that does not."""
+    monkeypatch.setattr("ringspun.pictures.scene.MOST_PIECES", 100)
+    documents = Documents([40] * 100)
+    scenes = [Scene.of(4000, 8, layout=where, documents=documents) for where in (Contiguous(), DocumentZigzag())]
+    assert [len(scene.ranks) for scene in scenes] == [8, 3]
+    found = compare.of(scenes, *on_h100(scenes[0]))
+    alone = timeline.predicted(scenes[0], *on_h100(scenes[0]), in_step=True)
+    assert found.ways[0].seconds == alone.seconds
+    assert found.notes == (
+        "documentzigzag, ring: 3 of 8 ranks are counted and drawn, evenly spread", timeline.IN_STEP,
+    )  # fmt: skip
+    assert timeline.IN_STEP not in compare.of(scenes[:1], *on_h100(scenes[0])).notes
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-12, 12), st.integers(-12, 12))

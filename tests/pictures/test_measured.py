@@ -15,8 +15,9 @@ from ringspun.steplog.timeline import read
 MS = 1_000_000
 
 
-def log_of(rank: int, *, calls: int = 1, late: int = 0):
-    """Two steps forward, then the same backward: 3 ms of compute, a wait of 1 ms, 2 ms more."""
+def log_of(rank: int, *, calls: int = 1, late: int = 0, again: bool = False):
+    """Two steps forward, then the same backward: 3 ms of compute, a wait of 1 ms, 2 ms more; `again`: then the last
+    backward once more, of a graph that was kept."""
     log = StepLog("ring", (0, 1), rank)
     clock = [late * MS]
 
@@ -25,8 +26,8 @@ def log_of(rank: int, *, calls: int = 1, late: int = 0):
         log.note(*row, **told)
 
     log.monotonic = lambda: clock[0]
-    for call in range(2 * calls):
-        phase = call if call % 2 else 0  # backward of the call before: 1 + its number
+    phases = [0 if call % 2 == 0 else call for call in range(2 * calls)]  # backward of the call before: 1 + its number
+    for call, phase in enumerate(phases + phases[-1:] * again):
         note(5, call, phase, What.CALL)
         for what in (What.RECEIVE, What.SEND):
             source = rank if what == What.SEND else 1 - rank
@@ -68,6 +69,14 @@ def test_the_last_whole_call_is_drawn_or_the_one_asked_for(tmp_path):
     assert "call 2 of" in timeline.of(log=ring, call=2).words
     with pytest.raises(DataError, match=r"call must be .* got 7\. They hold 0, 2, 4"):
         timeline.of(log=ring, call=7)
+
+
+def test_of_several_backward_calls_the_last_is_drawn(tmp_path):
+    """And not all of them as one, with the time between them."""
+    (ring,) = rings(tmp_path, [log_of(r, again=True) for r in (0, 1)])
+    (run,) = timeline.of(log=ring).runs
+    assert run.seconds == pytest.approx((0.006, 0.006)) and run.spent_s(0, "compute") == pytest.approx(0.010)
+    assert len(run.transfers) == 4
 
 
 def test_another_ring_is_refused(tmp_path):

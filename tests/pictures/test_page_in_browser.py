@@ -7,8 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from ringspun import Contiguous, Full, Zigzag
+from ringspun.core.partition import Partition, Sides
+from ringspun.core.route import Ring
 from ringspun.core.wire import Payload
-from ringspun.pictures.figures import schedule
+from ringspun.pictures import Scene
+from ringspun.pictures.figures import layout, schedule
 from ringspun.pictures.figures.base import KINDS
 from ringspun.pictures.page import page
 from tests.pictures.browser import NAMES, Browser, executable
@@ -197,6 +201,25 @@ def test_another_width_keeps_the_step(browser, shown):
     browser.press("End")
     browser.resize(375, 800)
     assert step(browser) == 4 and browser.run("document.querySelector('input[value=backward]').checked")
+
+
+def test_messages_that_are_not_listed_are_not_told_to_be_none(browser, shown, monkeypatch):
+    monkeypatch.setattr(schedule, "MOST_MESSAGES", 3)
+    shown([schedule.of(SCENES["zigzag"])])
+    state = browser.run("look.state()")
+    assert {row[4] for row in state["rows"]} == {"not listed"} and "too many to be listed" in state["said"]
+    browser.press("End")
+    assert "too many to be listed" in browser.run("look.state()")["said"]
+    shown([schedule.of(SCENES["one rank"])])
+    state = browser.run("look.state()")
+    assert {row[4] for row in state["rows"]} == {"–"} and "Nothing is sent." in state["said"]
+
+
+def test_queries_holders_are_not_told_of_keys_that_are_dealt_otherwise(browser, shown):
+    sides = Sides(Partition(12, 2, Contiguous()), Partition(12, 2, Zigzag()))
+    for scene, wanted in ((Scene(sides, Full(), Ring()), 2), (Scene.of(12, 2, layout=Contiguous()), 4)):
+        shown([schedule.of(scene), layout.of(scene)])
+        assert browser.run("document.querySelectorAll('.walk svg:has(.tile) rect.block').length") == wanted
 
 
 def test_many_tiles_are_drawn_shard_by_shard(browser, shown, monkeypatch):

@@ -77,6 +77,11 @@ def test_a_mask_and_a_layout():
     ]
 
 
+def test_no_token_is_shown_too():
+    for make in OF_SCENE.values():
+        assert "0 tokens" in shown(make(Scene.of(0, 2)))
+
+
 def test_balance_has_its_numbers():
     text = lines(shown(balance.of(Scene.of(16, 4, layout=Contiguous()))))
     assert "    rank 2  10       16       16       0" in text

@@ -36,11 +36,19 @@ def test_tensors_say_how_large_messages_are(tmp_path):
     assert (tmp_path / "ring.html").stat().st_size > 10_000
 
 
+def test_a_split_of_heads_counts_the_heads_of_its_ring():
+    plan = ContextParallel(Loopback(4), ulysses=2).plan(16, Causal())
+    like = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 16, 8)
+    (balance,) = plan.show("balance", like=like).figures
+    assert sum(balance.forward.sent_bytes) == plan.explain(*like).ring.sent_bytes
+    assert sum(balance.forward.flops) == 4 * 8 * 2 * (16 * 17 // 2)  # 2 of the 4 heads
+
+
 @pytest.mark.parametrize("options", [{"ulysses": 2}, {"deterministic": "across_rings"}, {"block_size": 3}], ids=str)
 def test_every_kind_of_plan_can_be_shown(options):
     plan = ContextParallel(Loopback(4), **options).plan(40, [Causal(), Window(7)])
     text = str(plan.show(like=tuple(torch.randn(2, 4, 40, 8) for _ in range(3))))
-    assert "batch row 0 of 2" in text
+    assert "batch row 0 of 2" in text and text.count("batch rows have masks of their own") == 2  # schedule, balance
 
 
 def test_another_name_is_refused():

@@ -95,13 +95,16 @@ def show(
     with _told():
         if ways and what != "compare":
             raise ValueError(f"{what} must be asked for alone; got {' '.join(ways)}. To compare: show compare A B.")
-        if (log or call is not None) and what not in ("timeline", "all"):
+        names = () if what == "compare" else _named(what)
+        if (log or call is not None) and "timeline" not in names:
             raise ValueError(f"log and call must come with timeline; got {what}. Leave them out.")
+        if call is not None and not log:
+            raise ValueError(f"call must come with log, whose call it is; got {call} alone. Give the run's step logs.")
         small = save is None and not as_json
         if what == "compare":
             figures = [_compared(asked, ways or [])]
         else:
-            figures = [_figure(name, asked, log or [], call, small=small) for name in _named(what)]
+            figures = [_figure(name, asked, log or [], call, small=small) for name in names]
         _out(figures, save, as_json=as_json)
 
 
@@ -150,7 +153,10 @@ def _timeline(asked: Asked, log: list[Path], call: int | None) -> Figure:
     from ringspun.pictures.figures import timeline
     from ringspun.steplog.timeline import read
 
-    rings = read([f for d in log for f in (sorted(d.glob("ringspun-*.json")) if d.is_dir() else [d])]) if log else []
+    files = [f for d in log for f in (sorted(d.glob("ringspun-*.json")) if d.is_dir() else [d])]
+    if log and not files:
+        raise ConfigError(f"log must be a step log or a folder of ringspun-*.json; got none in {log[0]}.")
+    rings = read(files) if log else []
     if len(rings) > 1:
         raise ConfigError(
             f"log must be of one ring; got {', '.join(ring.name for ring in rings)}. Give its dumps alone."
@@ -168,14 +174,15 @@ def _compared(asked: Asked, ways: Sequence[str]) -> Figure:
 
     scenes = []
     for way in ways or ("contiguous", "zigzag", "striped"):
-        layout, route = asked.layout, asked.route
+        parts: dict[str, str] = {}
         for part in way.split("/"):
             name = part.split("(")[0].strip().lower()
-            if next(iter(get_close_matches(name, [*LAYOUTS, *ROUTES], 1)), "") in LAYOUTS:  # also of a slip of the pen
-                layout = part
-            else:
-                route = part
-        scenes.append(_scene(replace(asked, layout=layout, route=route)))
+            near = next(iter(get_close_matches(name, [*LAYOUTS, *ROUTES], 1)), "")  # also of a slip of the pen
+            kind = "layout" if near in LAYOUTS else "route"
+            if kind in parts:
+                raise ValueError(f"a way must be one layout and one route at most; got {way!r}, which has two {kind}s.")
+            parts[kind] = part
+        scenes.append(_scene(replace(asked, **parts)))
     return compare.of(scenes, *timeline.on(scenes[0], _cluster(asked)))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspun.core import ways
+from ringspun.core.accounting import computing
 from ringspun.core.geometry import Geometry
 from ringspun.core.layout import Contiguous, Layout, Zigzag
 from ringspun.core.mask import Causal, Documents, Mask, RowMasks
@@ -17,6 +18,7 @@ from ringspun.core.partition import Partition, Sides
 from ringspun.core.passes import Pass
 from ringspun.core.route import Ring, Route
 from ringspun.core.route.auto import Auto
+from ringspun.core.route.base import StepColumn
 from ringspun.core.schedule import Schedule, compile_schedules, cuts_of
 from ringspun.core.text import shown
 from ringspun.core.ways import Turned
@@ -107,8 +109,9 @@ class Scene:
         return self.ways if backward else self.schedules
 
     def passes(self, *, backward: bool) -> list[Pass]:
-        """One pass of each of `ranks`."""
-        return [s.backward for s in self.ways] if backward else [s.forward for s in self.schedules]
+        """One pass of each of `ranks`, with the tiles that a call of this format computes."""
+        passes = [s.backward for s in self.ways] if backward else [s.forward for s in self.schedules]
+        return [_with_heads(one, self.wire) for one in passes]
 
     def alone(self) -> Scene:
         """The same on one rank, which sends nothing."""
@@ -138,13 +141,25 @@ class Scene:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a picture does not show, in words."""
-        return self.notes_of(self.ranks)
+        rows = isinstance(self.mask, RowMasks) and len(set(self.mask.masks)) > 1
+        told = ("batch rows have masks of their own: pairs are of all rows together, tiles lie over each other",)
+        return self.notes_of(self.ranks) + told * rows
 
     def notes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The same, where some ranks alone are drawn."""
         if len(ranks) == self.ring_size:
             return ()
         return (f"{len(ranks)} of {self.ring_size:,} ranks are counted and drawn, evenly spread",)
+
+
+def _with_heads(one: Pass, wire: Format) -> Pass:
+    """A pass without the tiles of strides that a call has no heads for: it computes nothing at their steps."""
+    if one.steps[:, StepColumn.STRIDES].max(initial=1) <= max(wire.kv_heads, 1):
+        return one
+    counts = np.diff(one.tile_offsets)
+    kept = computing(one, wire)
+    offsets = np.append(0, np.cumsum(counts * kept))
+    return Pass(one.steps, one.messages, one.tiles[np.repeat(kept, counts)], offsets, one.side)
 
 
 def spread(ranks: Sequence[int], most: int) -> tuple[int, ...]:

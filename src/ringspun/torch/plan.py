@@ -19,7 +19,7 @@ from ringspun.core.partition import Sides
 from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule, compile_schedules
 from ringspun.core.text import shown
-from ringspun.core.wire import segments
+from ringspun.core.wire import Format, segments
 from ringspun.errors import PlanError, RingspunError
 from ringspun.torch import inputs, sdpa
 from ringspun.torch.bias import Bias, Rule
@@ -296,7 +296,7 @@ class Plan:
 
             plan.show("balance", "memory", like=(q, k, v)).save(Path("ring.html"))
 
-        Local: nothing is computed or sent. Where heads are split, it is the ring of some of the heads.
+        Local: nothing is computed or sent. Where heads are split, it is this rank's ring, of some of the heads.
 
         Args:
             pictures: "schedule", "layout", "mask", "balance", "memory"; default all. like: q, k, v of a call, whose
@@ -306,9 +306,13 @@ class Plan:
         """
         from ringspun.pictures import Scene, notebook  # needed by who looks, not by who trains
 
-        wire = {} if like is None else {"wire": wire_of(*like)}
+        wire = {} if like is None else {"wire": self._ring_wire(*like)}
         scene = Scene(self._sides.of_rings, self._mask, self._route, backward=self._context.backward, **wire)
         return notebook.pictures_of(scene, *pictures)
+
+    def _ring_wire(self, q: Tensor, k: Tensor, v: Tensor) -> Format:
+        """What messages of the ring are made of in such a call."""
+        return wire_of(q, k, v)
 
     def _explained(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, call: Call, rank: int) -> Explanation:
         """`explain`, its arguments checked."""

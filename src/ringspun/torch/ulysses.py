@@ -20,6 +20,7 @@ from ringspun.core.mask import Mask, RowMasks
 from ringspun.core.partition import Sides
 from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule
+from ringspun.core.wire import Format
 from ringspun.torch import inputs
 from ringspun.torch.bias import of_heads
 from ringspun.torch.exchange import Exchange, Kind, held
@@ -104,6 +105,10 @@ class HybridPlan(Plan):
         split, *asked = told
         shared = self._exchange_handle, list(self._columns), self._lengths
         return *of_each, [split.heads, split.kv_heads, split.degree], *shared, *asked
+
+    def _ring_wire(self, q: Tensor, k: Tensor, v: Tensor) -> Format:
+        split, mine = HeadSplit(q.shape[1], k.shape[1], self._context.degrees.ulysses), self._context.ulysses_rank
+        return replace(wire_of(q, k, v), heads=held(split, False, mine), kv_heads=held(split, True, mine))
 
     def _explained(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, call: Call, rank: int) -> Explanation:
         """Of the ring of a rank; and the bytes that it exchanges for heads."""

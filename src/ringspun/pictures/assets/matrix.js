@@ -41,7 +41,7 @@ function matrixPicture(figure, runs, id) {
   const picture = svg("svg", {viewBox: `-16 -16 ${start + width + 18} ${start + height + 18}`, role: "img",
       "aria-labelledby": `${id}-matrix-name`, "aria-describedby": `${id}-said`},
     svg("title", {id: `${id}-matrix-name`}, `Score matrix of ${number(figure.queries)} queries and ${number(figure.keys)} keys, filled up to this step`),
-    ...strips({...figure, queries, keys}, coarse ? figure.ranks.map(rank => [rank, rank, 1]) : partsOf(figure, runs), scale, start),
+    ...strips({...figure, queries, keys, same: coarse || figure.same}, coarse ? figure.ranks.map(rank => [rank, rank, 1]) : partsOf(figure, runs), scale, start),
     svg("text", {class: "quiet", x: start, y: -5, "font-size": narrow.matches ? 14 : 11.5}, "keys →"),
     svg("text", {class: "quiet", x: -start, y: -5, "font-size": narrow.matches ? 14 : 11.5, "text-anchor": "end", transform: "rotate(-90)"}, "← queries"),
     svg("rect", {class: "ground", x: start, y: start, width, height}), tiles);
@@ -99,7 +99,7 @@ function strips(figure, parts, scale, start) {
     return svg("g", {}, svg("title", {}, `rank ${rank}: ${from} to ${from + length - 1}`),
       svg("rect", {class: "block", style: style(rank), ...box}), name);
   };
-  const self = figure.queries === figure.keys; // keys of another side are dealt otherwise, and not told of
+  const self = figure.same; // keys of another side are dealt otherwise, and not told of
   return [
     ...parts.map(([rank, from, length]) => strip(rank, from, length, false)),
     ...(self ? parts.map(([rank, from, length]) => strip(rank, from, length, true)) : []),

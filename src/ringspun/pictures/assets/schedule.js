@@ -124,18 +124,20 @@ function holdingWords(figure, pass, column, pairs) {
 
 function travelWords(figure, pass, column) {
   const under = travelling(pass, column), some = under.slice(0, 8);
-  if (under.length === 0) return pass.messages.length ? "Nothing is sent." : "";
+  if (under.length === 0) return listed(pass) ? "Nothing is sent." : "Its messages are too many to be listed.";
   const names = some.map(([, , , sender, receiver, payload, owner]) => `${blockName(payload, owner)} from ${sender} to ${receiver}`);
   const rest = under.length > some.length ? `, and ${number(under.length - some.length)} more` : "";
   return `Meanwhile ${counted(under.length, "message travels", "messages travel")} (${bytes(sum(under.map(m => m[8])))}): ${names.join(", ")}${rest}.`;
 }
+
+const listed = pass => pass.messages.length === pass.sent; // else there are too many
 
 const STEP_HEADS = ["Rank", "Block", "Kind", "Pairs", "Sends"];
 
 function stepRows(figure, pass, column) {
   const under = travelling(pass, column);
   return figure.ranks.map((rank, i) => [`${rank}`, heldName(pass, pass.sources[i][column]), pass.kinds[i][column],
-    pass.pairs[i][column], under.filter(m => m[3] === rank).map(m => `${blockName(m[5], m[6])} to ${m[4]}`).join(", ") || "–"]);
+    pass.pairs[i][column], under.filter(m => m[3] === rank).map(m => `${blockName(m[5], m[6])} to ${m[4]}`).join(", ") || (listed(pass) ? "–" : "not listed")]);
 }
 
 function allSteps(figure) {

@@ -66,20 +66,25 @@ def of(scenes: Sequence[Scene], work: Work, place: Place) -> CompareFigure:
     """
     if not scenes:
         raise ConfigError("ways must be at least one layout or route; got none. Name some: contiguous zigzag.")
-    notes: tuple[str, ...] = ()
-    for scene in scenes:
-        notes += tuple(note for note in scene.notes if note not in notes)
+    in_step = not all(scene.all_ranks for scene in scenes)  # one way to predict for all, or times say nothing
+    ways = tuple(_way(scene, work, place, in_step=in_step) for scene in scenes)
+    notes = scenes[0].notes
+    if any(scene.notes != notes for scene in scenes):
+        notes = tuple(
+            f"{way.layout}, {way.route}: {n}" for way, one in zip(ways, scenes, strict=True) for n in one.notes
+        )
+    notes += (timeline.IN_STEP,) if in_step else ()
     first = scenes[0].sides.queries
     words = f"{shown(scenes[0].mask, 60)} over {first.seq_len:,} tokens on {first.ring_size:,} ranks"
-    return CompareFigure(words, notes, first.ring_size, tuple(_way(scene, work, place) for scene in scenes))
+    return CompareFigure(words, notes, first.ring_size, ways)
 
 
-def _way(scene: Scene, work: Work, place: Place) -> Way:
+def _way(scene: Scene, work: Work, place: Place, *, in_step: bool) -> Way:
     found, tokens = balance.of(scene), scene.sides.queries.tokens
     both = (found.forward, found.backward)
     imbalance = np.array(found.forward.imbalance)
     columns = edges(len(imbalance), MOST_CELLS)
-    (run,) = timeline.of(scene, work, place).runs
+    run = timeline.predicted(scene, work, place, in_step=in_step)
     return Way(
         shown(scene.sides.queries.layout, 40),
         str(scene.route),

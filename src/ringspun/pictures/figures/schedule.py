@@ -24,7 +24,8 @@ from ringspun.pictures.scene import Scene, edges
 
 MOST_TILES = 4000
 """That are drawn one by one."""
-MOST_MESSAGES = 4000
+MOST_MESSAGES = 8192
+"""As many as a ring of 64 sends in backward, keys and gradients."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PassFigure:
         travels: "keys" or "queries". steps: edges of the columns.
         kinds: of what is computed ``[rank][column]``. pairs: how many; of one head, as `Pass.pairs` counts them.
         sources: rank that owns the block; -1: several, or none.
-        messages: that are sent, each (step that posts it, step that waits for it, whether it is posted after the
+        sent: how many messages. messages: each (step that posts it, step that waits for it, whether it is posted after the
             step's tiles, sender, receiver, `Payload`, rank that owns the block, rows, bytes); none where there are
             more than `MOST_MESSAGES`.
         tiles: in the score matrix, each (ring rank, step, place in `ringspun.pictures.figures.base.KINDS`, q0, q1, k0,
@@ -48,6 +49,7 @@ class PassFigure:
     kinds: tuple[tuple[Kind, ...], ...]
     pairs: Rows
     sources: Rows
+    sent: int
     messages: Rows
     tiles: Rows
 
@@ -59,6 +61,7 @@ class ScheduleFigure(Figure):
     Args:
         ring_size: R. ranks: that are drawn. order: of the axes of the score matrix: "sequence", global positions; or
             "ranks", the rows of rank 0, then those of rank 1, and so on. queries, keys: lengths of the axes (tokens).
+        same: whether these are the same tokens, which the same ranks hold (self-attention).
         tokens: query rows of each rank drawn.
     """
 
@@ -68,6 +71,7 @@ class ScheduleFigure(Figure):
     order: str
     queries: int
     keys: int
+    same: bool
     tokens: tuple[int, ...]
     forward: PassFigure
     backward: PassFigure
@@ -80,21 +84,24 @@ def of(scene: Scene, most: int = MOST_CELLS) -> ScheduleFigure:
     count = len(scene.passes(backward=False)[0])
     notes = scene.notes + cells_note(passes[0].steps[1] if len(passes[0].steps) > 1 else 1, "steps", count)
     strides = int(scene.schedules[0].forward.steps[:, StepColumn.STRIDES].max(initial=1))
+    strides = min(strides, scene.wire.kv_heads)
     if strides > 1:
         notes += (f"heads in {strides} strides: every pair is computed once in each, for the heads of it",)
     for one, words in zip(passes, ("forward", "backward"), strict=True):
         if not one.tiles and any(any(row) for row in one.pairs):
             notes += (f"{words}: more than {MOST_TILES:,} tiles, which are not drawn one by one",)
+        if len(one.messages) < one.sent:
+            notes += (f"{words}: {one.sent:,} messages, which are not drawn",)
     sides = scene.sides
     return ScheduleFigure(
         scene.words, notes, scene.ring_size, scene.ranks, axes.order.value, int(sides.queries.seq_len),
-        int(sides.keys.seq_len), tuple(sides.queries.tokens[list(scene.ranks)].tolist()), *passes,
+        int(sides.keys.seq_len), sides.same, tuple(sides.queries.tokens[list(scene.ranks)].tolist()), *passes,
     )  # fmt: skip
 
 
 def _pass(scene: Scene, axes: Axes, most: int, *, backward: bool) -> PassFigure:
     passes, blocks = scene.passes(backward=backward), scene.blocks(backward=backward)
-    columns = edges(len(passes[0]), most)
+    columns, sends = edges(len(passes[0]), most), [_sends(one, scene.wire) for one in passes]
     pairs = np.stack([one.pairs for one in passes])
     return PassFigure(
         passes[0].side.value,
@@ -102,7 +109,8 @@ def _pass(scene: Scene, axes: Axes, most: int, *, backward: bool) -> PassFigure:
         tuple(_kinds(one, columns) for one in passes),
         table(sums(pairs, columns, 1)),
         tuple(_sources(one, mine, columns) for one, mine in zip(passes, blocks, strict=True)),
-        _messages(passes, blocks, scene.wire),
+        sum(map(len, sends)),
+        _messages(sends, blocks, scene.wire),
         _tiles(passes, blocks, axes),
     )
 
@@ -119,14 +127,18 @@ def _sources(one: Pass, mine: Schedule | Turned, columns: NDArray[np.int64]) -> 
     return tuple(mine.owner(b) if 0 <= b < mine.whole else NONE for b in blocks)  # a rank without work may name more
 
 
-def _messages(passes: Sequence[Pass], blocks: Sequence[Schedule | Turned], wire: Format) -> Rows:
+def _sends(one: Pass, wire: Format) -> NDArray[np.int64]:
+    messages = carried(one.messages, wire.kv_heads)
+    sends: NDArray[np.int64] = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
+    return sends
+
+
+def _messages(sends: Sequence[NDArray[np.int64]], blocks: Sequence[Schedule | Turned], wire: Format) -> Rows:
+    if sum(map(len, sends)) > MOST_MESSAGES:
+        return ()
     found: list[tuple[int, ...]] = []
-    for one, mine in zip(passes, blocks, strict=True):
-        messages = carried(one.messages, wire.kv_heads)
-        sends = messages[messages[:, MessageColumn.ACTION] == Action.SEND]
-        if len(found) + len(sends) > MOST_MESSAGES:
-            return ()
-        for m, n_bytes in zip(sends.tolist(), bytes_of(sends, wire).tolist(), strict=True):
+    for some, mine in zip(sends, blocks, strict=True):
+        for m, n_bytes in zip(some.tolist(), bytes_of(some, wire).tolist(), strict=True):
             found.append((
                 m[MessageColumn.STEP], m[MessageColumn.DUE], m[MessageColumn.MOMENT], mine.ring_rank,
                 m[MessageColumn.PEER], m[MessageColumn.PAYLOAD], mine.owner(m[MessageColumn.SOURCE]),

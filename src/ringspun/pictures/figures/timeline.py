@@ -22,6 +22,7 @@ from ringspun.steplog.timeline import Member, Merged, State, partner
 from ringspun.steplog.timeline import Span as Spell
 
 PASSES = ("forward", "backward")
+IN_STEP = "predicted as if all ranks waited for each other at every step"
 _STATES = {State.BUSY: "compute", State.WAITING: "wait", State.TOGETHER: "wait"}
 
 
@@ -108,11 +109,11 @@ def of(
     size, ranks = 0, tuple[int, ...]()
     if scene is not None and work is not None and place is not None:
         size, ranks = scene.ring_size, scene.ranks
-        runs.append(_predicted(scene, work, place))
+        runs.append(predicted(scene, work, place, in_step=not scene.all_ranks))
         words.append(scene.words)
         notes += scene.notes
         if not scene.all_ranks:
-            notes += ("predicted as if all ranks waited for each other at every step",)
+            notes += (IN_STEP,)
     if log is not None:
         if scene is not None and size != log.size:
             raise DataError(f"log must be of a ring of {size} ranks, as is asked for; got one of {log.size}.")
@@ -133,11 +134,17 @@ def on(scene: Scene, cluster: Cluster) -> tuple[Work, Place]:
     return Work(scene.wire, rate), Place(cluster.near, cluster.far, cluster.node, cluster.apart)
 
 
-def _predicted(scene: Scene, work: Work, place: Place) -> Run:
+def predicted(scene: Scene, work: Work, place: Place, *, in_step: bool) -> Run:
+    """A forward and a backward pass of a scene.
+
+    Args:
+        in_step: all ranks wait for each other at every step, which some of them tell of too; else message by message,
+            of all ranks.
+    """
     runs = []
     for direction in range(len(PASSES)):
         passes, back = scene.passes(backward=direction == 1), direction == 1
-        if scene.all_ranks:
+        if not in_step:
             runs.append(_simulated(simulate_passes(passes, work, place, backward=back, speeds=scene.speeds), direction))
         else:
             runs.append(_in_step(scene, passes, work, place, direction))
@@ -158,6 +165,8 @@ def _simulated(found: Timeline, direction: int) -> Run:
 def _in_step(scene: Scene, passes: list[Pass], work: Work, place: Place, direction: int) -> Run:
     """All ranks wait for each other at every step, as `ringspun.planner.ring.lap` has it; several steps a span."""
     compute = np.stack([work.seconds(head_pairs(one, work.wire), backward=direction == 1) for one in passes])
+    if scene.speeds is not None:
+        compute = compute / np.array(scene.speeds)[:, None]
     sent = np.stack([sent_seconds(one, r, work.wire, place) for one, r in zip(passes, scene.ranks, strict=True)])
     columns = edges(compute.shape[1], MOST_CELLS)
     lasting = np.add.reduceat(np.maximum(compute.max(0), sent.max(0)), columns[:-1])
@@ -173,17 +182,17 @@ def _in_step(scene: Scene, passes: list[Pass], work: Work, place: Place, directi
 
 
 def measured(log: Merged, call: int) -> Run:
-    """A forward call of a log and its backward call, if there was one."""
-    runs = [_measured(log, call, 0)]
-    if any(s.phase == call + 1 for m in log.members.values() for s in m.spans):
-        runs.append(_measured(log, call, 1))
+    """A forward call of a log and its backward call, the last if there were several."""
+    runs = [_measured(log, call, 0, 0)]
+    backward = [s.call for m in log.members.values() for s in m.spans if s.phase == call + 1]
+    if backward:
+        runs.append(_measured(log, max(backward), call + 1, 1))
     return _joined("measured", runs)
 
 
-def _measured(log: Merged, call: int, direction: int) -> Run:
-    phase = 0 if direction == 0 else call + 1
+def _measured(log: Merged, call: int, phase: int, direction: int) -> Run:
     spells = {
-        r: [(a, b) for a, b in _spells(m) if a.phase == phase and (direction or a.call == call) and a.state in _STATES]
+        r: [(a, b) for a, b in _spells(m) if (a.call, a.phase) == (call, phase) and a.state in _STATES]
         for r, m in log.members.items()
     }
     start = min(a.start for found in spells.values() for a, _ in found)
@@ -194,7 +203,7 @@ def _measured(log: Merged, call: int, direction: int) -> Run:
         for a, b in found
         if b > a.start
     )
-    return Run("", ((end - start) / 1e9,), spans, tuple(_transfers(log, call, direction, start)))
+    return Run("", ((end - start) / 1e9,), spans, tuple(_transfers(log, call, phase, start)))
 
 
 def _spells(member: Member) -> Iterator[tuple[Spell, int]]:
@@ -205,14 +214,13 @@ def _spells(member: Member) -> Iterator[tuple[Spell, int]]:
         yield member.spans[-1], max(member.end, member.spans[-1].start)
 
 
-def _transfers(log: Merged, call: int, direction: int, start: int) -> Iterator[Transfer]:
-    phase = 0 if direction == 0 else call + 1
-    found = []
+def _transfers(log: Merged, call: int, phase: int, start: int) -> Iterator[Transfer]:
+    found, direction = [], int(phase > 0)
     for receiver, member in log.members.items():
         for message, landed in member.landed.items():
             number, of_phase, payload, step, source, _ = message.key
             peer = log.members.get(message.peer)
-            if message.sends or of_phase != phase or (direction == 0 and number != call) or peer is None:
+            if message.sends or (number, of_phase) != (call, phase) or peer is None:
                 continue
             there = partner(message, receiver)
             begins = max(member.posted[message], peer.posted.get(there, 0))

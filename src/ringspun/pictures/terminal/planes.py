@@ -25,7 +25,7 @@ def of_mask(figure: MaskFigure) -> list[Text]:
         line = Text(f"{figure.queries[i] + figure.start:>{label},} │ ", style="dim")
         for j, pairs in enumerate(row):
             area = (figure.queries[i + 1] - figure.queries[i]) * (figure.keys[j + 1] - figure.keys[j])
-            line.append(shade(pairs / area) * wide, style=BLUE if pairs else "dim")
+            line.append(shade(pairs / max(area, 1)) * wide, style=BLUE if pairs else "dim")
         lines.append(line)
     told = f"queries down, keys right; {figure.pairs:,} pairs allowed, {figure.sparsity:.1%} hidden, "
     regions = "1 region" if figure.regions == 1 else f"{figure.regions:,} regions"
