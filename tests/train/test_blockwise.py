@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringspun import Causal, Zigzag
-from ringspun.errors import NotDifferentiable, ShapeError
+from ringspun.errors import NotDifferentiable, ShapeError, UnsupportedByRing
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.memory import peak_memory
 from ringspun.train.blockwise import blockwise
@@ -188,6 +188,16 @@ def test_compiled_models_have_a_break_and_are_right() -> None:
 def test_functions_that_give_other_rows_are_refused(fn: Any) -> None:
     with pytest.raises((ShapeError, TypeError), match=r"fn must give 2 rows along dim 1|NoneType"):
         blockwise(fn, random(1, 4, 3), 2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_function_that_changes_its_input_in_place_is_refused(grad: bool) -> None:
+    """Backward would compute it again from the changed input: weights' gradients of another x, without an error."""
+    module = feed_forward()
+    with torch.set_grad_enabled(grad), pytest.raises(UnsupportedByRing, match="fn must leave its inputs as they are"):
+        blockwise(lambda x: module(x.mul_(2)), random(1, 6, 3), 4)
+    with torch.inference_mode():
+        assert blockwise(module, random(1, 6, 3), 4).shape == (1, 6, 3)
 
 
 def test_blocks_and_inputs_that_do_not_fit_are_refused() -> None:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ringspun.errors import NotDifferentiable, ShapeError
+from ringspun.errors import NotDifferentiable, ShapeError, UnsupportedByRing
 
 Tensors = tuple[Tensor, ...]
 TokenWise = Callable[..., Any]
@@ -54,6 +54,7 @@ def blockwise(fn: TokenWise, x: Tensor | Tensors, block_size: int, *, dim: int =
         what ``fn(x)`` returns.
     Raises:
         ShapeError: block_size below 1, inputs of unequal numbers of tokens, results that have others.
+        UnsupportedByRing: `fn` changes an input in place.
         NotDifferentiable: a second derivative is asked for, or a tensor that `fn` takes from outside cannot be found.
     """
     inputs = (x,) if isinstance(x, Tensor) else tuple(x)
@@ -113,7 +114,13 @@ class _Call:
 
     def of_block(self, blocks: Tensors) -> Tensors:
         """`fn` of one block, checked."""
+        before = _versions(blocks)
         found = self.fn(*blocks)
+        if _versions(blocks) != before:  # backward would compute again from what is there then
+            raise UnsupportedByRing(
+                "fn must leave its inputs as they are; it changed one in place. Let it begin with an operation that "
+                "is not (inplace=False)."
+            )
         self.several = not isinstance(found, Tensor)
         outs = tuple(found) if self.several else (found,)
         rows = blocks[0].shape[self.dim]
@@ -285,6 +292,11 @@ def _autocast_of(kind: str) -> torch.autocast:
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _versions(blocks: Tensors) -> list[int]:
+    """Of each block, a number that changes with what it holds; inference tensors have none, and no backward."""
+    return [0 if x.is_inference() else x._version for x in blocks]
 
 
 def _packed(x: Tensor) -> Tensor:
