@@ -76,6 +76,26 @@ def test_blocks_change_nothing(tokens: int, block_size: int, rows: int, dim: int
     assert [out.requires_grad for out in blockwise(fn, (x, y), block_size, dim=dim)] == [True, True, False]
 
 
+@pytest.mark.parametrize("blocks", [(3, 2), (7, 7), (3, 2, 5)])
+def test_calls_inside_of_calls_change_nothing(blocks: tuple[int, ...]) -> None:
+    """What the inner function takes from outside of both, and from the outer one, has its gradient."""
+    module, leaf, x = feed_forward(), random(3, seed=3).requires_grad_(), random(2, 7, 3, seed=1).requires_grad_()
+    computed = leaf * leaf
+
+    def nested(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        scale = computed + (leaf if len(sizes) % 2 else 1)
+        if not sizes:
+            return module(x) * computed
+        return blockwise(lambda y: nested(y, sizes[1:]) * scale + y, x, sizes[0])
+
+    def plain(x: Tensor, depth: int) -> Tensor:
+        scale = computed + (leaf if depth % 2 else 1)
+        return plain(x, depth - 1) * scale + x if depth else module(x) * computed
+
+    leaves = [*module.parameters(), leaf, x]
+    same(results(lambda: nested(x, blocks), leaves), results(lambda: plain(x, len(blocks)), leaves))
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     module = feed_forward()
     assert torch.autograd.gradcheck(lambda x: blockwise(module, x, 2), (random(2, 5, 3).requires_grad_(),))

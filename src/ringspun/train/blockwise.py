@@ -18,7 +18,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -77,6 +77,7 @@ class _Call:
     dim: int
     random: _Random
     autocast: list[torch.autocast]
+    around: tuple[_Outside, ...]  # of the calls that this one is inside of
     several: bool = False
 
     @classmethod
@@ -92,7 +93,9 @@ class _Call:
         rows = shapes[0][dim]
         cuts = [(at, min(block_size, rows - at)) for at in range(0, rows, block_size)] or [(0, 0)]
         kinds = sorted({"cpu", inputs[0].device.type})
-        return cls(fn, cuts, dim, _Random.now(inputs), [_autocast_of(kind) for kind in kinds])
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        around = tuple(mode for mode in modes if isinstance(mode, _Outside))
+        return cls(fn, cuts, dim, _Random.now(inputs), [_autocast_of(kind) for kind in kinds], around)
 
     def over_blocks(self, tensors: Tensors, work: Callable[[Tensors], Tensors]) -> Tensors:
         """What `work` gives for each block of `tensors`, joined, and never held twice."""
@@ -130,11 +133,16 @@ class _Call:
                 raise ShapeError(f"fn must give {rows} rows along dim {self.dim} for {rows} tokens; got {got}.")
         return outs
 
-    def graph_of_block(self, blocks: Tensors, inputs: Tensors, outside: _Outside) -> tuple[Tensors, Tensors]:
+    def graph_of_block(
+        self, blocks: Tensors, inputs: Tensors, outside: _Outside, again: tuple[_Outside, ...] = ()
+    ) -> tuple[Tensors, Tensors]:
         """A block's leaves, and its results with their graph, which begins at leaves alone."""
         own = tuple(b.detach().requires_grad_(x.requires_grad) for b, x in zip(blocks, inputs, strict=True))
         # This graph is gone when its block is: hooks of a checkpoint or an offload around us are not for it.
-        with torch.enable_grad(), saved_tensors_hooks(_packed, _same), outside:
+        with ExitStack() as stack:
+            # In backward the calls around this one are over; tensors that they stand leaves in for must be those again.
+            for one in (torch.enable_grad(), saved_tensors_hooks(_packed, _same), *again, outside):
+                stack.enter_context(one)
             return own, self.of_block(own)
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Tensors, list[bool]]:
@@ -159,7 +167,7 @@ class _Call:
         sums = [torch.zeros_like(x, dtype=_accumulator(x.dtype)) for x in used]
 
         def work(blocks: Tensors) -> Tensors:
-            own, outs = self.graph_of_block(blocks[: len(inputs)], inputs, outside)
+            own, outs = self.graph_of_block(blocks[: len(inputs)], inputs, outside, self.around)
             leaves = [x for x in own if x.requires_grad]
             known = [out for out, g in zip(outs, grads, strict=True) if g is not None]
             ends = [(o, g) for o, g in zip(known, blocks[len(inputs) :], strict=True) if o.requires_grad]
