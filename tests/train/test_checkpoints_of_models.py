@@ -1,0 +1,43 @@
+"""Checkpoints of models of one's own: tied, in other dtypes than their config says, torn, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mesh_runs as mr
+import pytest
+import torch
+
+from ringspun.errors import CheckpointError
+from ringspun.train.checkpointing import Checkpoint, latest, restore, save
+from ringspun.train.export import check_target, export
+from ringspun.train.mesh import Mesh
+from ringspun.train.sharded import save_sharded
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def stepped(model: Any) -> torch.optim.Optimizer:
+    """Its optimizer, after a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ids = torch.arange(10)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+def saved_sharded(folder: Path, model: Any) -> Checkpoint:
+    save_sharded(folder, step=1, model=model, optimizer=stepped(model), state={}, ranks=Mesh())
+    found = latest(folder, warn=print)
+    assert found is not None
+    return found
+
+
+def test_tied_weights_of_a_whole_checkpoint_are_restored(tmp_path: Path) -> None:
+    """It has one of their names; the model has both."""
+    model = mr.tied()
+    save(tmp_path, step=1, model=model, optimizer=stepped(model), state={})
+    found = latest(tmp_path, warn=print)
+    assert found is not None
+    assert mr.digest_of_tied(found)[0] == mr.tensors_digest(model.state_dict())
