@@ -41,3 +41,13 @@ def test_tied_weights_of_a_whole_checkpoint_are_restored(tmp_path: Path) -> None
     found = latest(tmp_path, warn=print)
     assert found is not None
     assert mr.digest_of_tied(found)[0] == mr.tensors_digest(model.state_dict())
+
+
+def test_moments_that_a_checkpoint_does_not_have_are_gone(tmp_path: Path) -> None:
+    """One of before the first step, restored into a model that has gone on."""
+    model = mr.tied()
+    save(tmp_path, step=0, model=model, optimizer=torch.optim.AdamW(model.parameters()), state={})
+    found, optimizer = latest(tmp_path, warn=print), stepped(model)
+    assert found is not None and optimizer.state
+    restore(found, model=model, optimizer=optimizer)
+    assert not optimizer.state

@@ -290,6 +290,7 @@ def _restore_optimizer(
     from ringspun.train.shards import placed
 
     parameters = dict(model.named_parameters())
+    optimizer.state.clear()
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:
