@@ -51,3 +51,14 @@ def test_moments_that_a_checkpoint_does_not_have_are_gone(tmp_path: Path) -> Non
     assert found is not None and optimizer.state
     restore(found, model=model, optimizer=optimizer)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -5])
+def test_shards_that_were_torn_after_they_were_found_are_refused(tmp_path: Path, kept: int) -> None:
+    found = saved_sharded(tmp_path, mr.tied())
+    assert found.shards is not None
+    (file,) = found.shards.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"shards in .* must be readable; "):
+        export(found, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

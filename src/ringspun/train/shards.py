@@ -124,6 +124,8 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
     Raises:
         CheckpointError: the files cannot be read, or are of another model.
     """
+    from safetensors import SafetensorError
+
     try:
         reader = HuggingFaceStorageReader(str(folder))
         stored: Any = reader.read_metadata().state_dict_metadata
@@ -139,7 +141,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
             load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (CheckpointException, OSError, KeyError, ValueError, ZeroDivisionError) as problem:
+    except (CheckpointException, SafetensorError, OSError, KeyError, ValueError, ZeroDivisionError) as problem:
         reason = _first(problem) if isinstance(problem, CheckpointException) else problem
         raise CheckpointError(f"shards in {folder} must be readable; {reason}") from None
     if optimizer is not None:
