@@ -62,3 +62,14 @@ def test_shards_that_were_torn_after_they_were_found_are_refused(tmp_path: Path,
     with pytest.raises(CheckpointError, match=r"shards in .* must be readable; "):
         export(found, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_model_is_exported_in_the_dtype_that_it_had(tmp_path: Path) -> None:
+    """Its config says in which one it was loaded: bfloat16, of float32 master weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = mr.tied()
+    model.config.dtype = torch.bfloat16
+    export(saved_sharded(tmp_path, model), tmp_path / "exported")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert mr.tensors_digest(loaded.state_dict()) == mr.tensors_digest(model.state_dict())

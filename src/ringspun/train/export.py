@@ -9,7 +9,7 @@ from typing import Any, cast
 from ringspun.errors import CheckpointError
 from ringspun.train.checkpointing import Checkpoint, latest, save_model
 from ringspun.train.output import CHECKPOINTS
-from ringspun.train.shards import read_shards
+from ringspun.train.shards import cast_as_stored, read_shards
 
 
 def check_target(folder: Path) -> None:
@@ -72,6 +72,7 @@ def _model_of(checkpoint: Checkpoint, shards: Path) -> Any:
             "without a config. Build the model, and use ringspun.train.checkpointing.restore."
         )
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint.model_path))
+    cast_as_stored(shards, cast(Any, model))  # a config says in what dtype a model was loaded, not what it has now
     read_shards(shards, cast(Any, model))
     return model
 

@@ -148,6 +148,23 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
         torch.set_rng_state(generator)
 
 
+def cast_as_stored(folder: Path, model: nn.Module) -> None:
+    """Gives each weight and buffer the dtype that it has in `folder`, whatever the model's config says.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, KeyError, ValueError) as problem:
+        raise CheckpointError(f"shards in {folder} must be readable; {problem}") from None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if f"model/{name}" in stored:
+            tensor.data = tensor.data.to(stored[f"model/{name}"].properties.dtype)
+
+
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
     """Each weight and persistent buffer once."""
     names: dict[int, str] = {}
