@@ -73,3 +73,9 @@ def test_a_model_is_exported_in_the_dtype_that_it_had(tmp_path: Path) -> None:
     export(saved_sharded(tmp_path, model), tmp_path / "exported")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert mr.tensors_digest(loaded.state_dict()) == mr.tensors_digest(model.state_dict())
+
+
+@pytest.mark.parametrize("folder", [".", "..", "/"])
+def test_an_export_needs_a_name(folder: str) -> None:
+    with pytest.raises(CheckpointError, match="export must be a folder with a name; got "):
+        check_target(Path(folder))

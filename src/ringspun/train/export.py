@@ -13,11 +13,15 @@ from ringspun.train.shards import cast_as_stored, read_shards
 
 
 def check_target(folder: Path) -> None:
-    """Refuses a folder that is there already, unless it is empty.
+    """Refuses a folder that is there already, unless it is empty, and one that has no name to be renamed to.
 
     Raises:
         CheckpointError: it is.
     """
+    if folder.name in ("", ".."):
+        raise CheckpointError(
+            f"export must be a folder with a name; got {str(folder)!r}. Give a new one, in it or beside it."
+        )
     try:
         free = not folder.exists() or not any(folder.iterdir())
     except OSError as problem:
