@@ -18,18 +18,24 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from training_runs import no_space_in_checkpoint_4, tiny_config
 
-from ringspun import Zigzag
+from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError
+from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train import checkpointing, loop
+from ringspun.train.causal_lm import CausalLMLoss
 from ringspun.train.checkpointing import Checkpoint
+from ringspun.train.chunked_loss import Terms
 from ringspun.train.data import Corpus, Position, find_text
+from ringspun.train.decoder_blocks import apply_blockwise
+from ringspun.train.gradients import gradient_scale
 from ringspun.train.loop import Hooks, Run, TrainState
+from ringspun.train.mean import TokenMean
 from ringspun.train.mesh import Mesh
 from ringspun.train.meshes import make_mesh
 from ringspun.train.report import StepRecord
 from ringspun.train.sharded import save_sharded
-from ringspun.train.shards import whole_model, whole_optimizer
+from ringspun.train.shards import gathered, whole_model, whole_optimizer
 from ringspun.train.wrapping import wrap
 
 BATCH = 4
@@ -206,6 +212,26 @@ def tied() -> Any:
     torch.manual_seed(5)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=True, **sizes))
+
+
+def causal_gradients(rank: int, shard: str) -> list[torch.Tensor]:
+    """Of a chunked loss that is wrapped, on 2 data ranks with a ring of 2 each."""
+    model = tied().double()
+    loss = CausalLMLoss(model, terms=Terms(chunk_tokens=3))
+    prepare(apply_blockwise(model, 2))
+    mesh = make_mesh(dp_replicate=2 if shard == "ddp" else 1, dp_shard=1 if shard == "ddp" else 2, ring=2)
+    cp = ContextParallel(mesh.context, timeout_s=30)
+    mean, part, wrapped = TokenMean(cp, data=mesh.data), cp.partition(seq_len=11), wrap(loss, mesh, shard=shard)
+    mine = causal_ids()[mesh.data_rank :: mesh.data_size]
+    batch = part.shard_batch({"input_ids": mine, "labels": mine})
+    total, plan = mean.count([batch]).total, plans(model, part, Causal())
+    share = wrapped(batch["shift_labels"], total_targets=total, input_ids=batch["input_ids"], ringspun_plan=plan)
+    (share * gradient_scale(wrapped, mean)).backward()
+    return [gathered(parameter.grad) for parameter in model.parameters()]
+
+
+def causal_ids() -> torch.Tensor:
+    return torch.arange(22).square().remainder(11).view(2, 11)
 
 
 def save_tied(rank: int, folder: Path) -> tuple[str, str]:

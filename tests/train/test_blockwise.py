@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringspun import Causal, Zigzag
-from ringspun.errors import NotDifferentiable, ShapeError
+from ringspun.errors import NotDifferentiable, ShapeError, UnsupportedByRing
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.memory import peak_memory
 from ringspun.train.blockwise import blockwise
@@ -74,6 +74,26 @@ def test_blocks_change_nothing(tokens: int, block_size: int, rows: int, dim: int
     found = results(lambda: blockwise(fn, (x, y), block_size, dim=dim), leaves)
     same(found, results(lambda: fn(x, y), leaves))
     assert [out.requires_grad for out in blockwise(fn, (x, y), block_size, dim=dim)] == [True, True, False]
+
+
+@pytest.mark.parametrize("blocks", [(3, 2), (7, 7), (3, 2, 5)])
+def test_calls_inside_of_calls_change_nothing(blocks: tuple[int, ...]) -> None:
+    """What the inner function takes from outside of both, and from the outer one, has its gradient."""
+    module, leaf, x = feed_forward(), random(3, seed=3).requires_grad_(), random(2, 7, 3, seed=1).requires_grad_()
+    computed = leaf * leaf
+
+    def nested(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        scale = computed + (leaf if len(sizes) % 2 else 1)
+        if not sizes:
+            return module(x) * computed
+        return blockwise(lambda y: nested(y, sizes[1:]) * scale + y, x, sizes[0])
+
+    def plain(x: Tensor, depth: int) -> Tensor:
+        scale = computed + (leaf if depth % 2 else 1)
+        return plain(x, depth - 1) * scale + x if depth else module(x) * computed
+
+    leaves = [*module.parameters(), leaf, x]
+    same(results(lambda: nested(x, blocks), leaves), results(lambda: plain(x, len(blocks)), leaves))
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -188,6 +208,16 @@ def test_compiled_models_have_a_break_and_are_right() -> None:
 def test_functions_that_give_other_rows_are_refused(fn: Any) -> None:
     with pytest.raises((ShapeError, TypeError), match=r"fn must give 2 rows along dim 1|NoneType"):
         blockwise(fn, random(1, 4, 3), 2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_function_that_changes_its_input_in_place_is_refused(grad: bool) -> None:
+    """Backward would compute it again from the changed input: weights' gradients of another x, without an error."""
+    module = feed_forward()
+    with torch.set_grad_enabled(grad), pytest.raises(UnsupportedByRing, match="fn must leave its inputs as they are"):
+        blockwise(lambda x: module(x.mul_(2)), random(1, 6, 3), 4)
+    with torch.inference_mode():
+        assert blockwise(module, random(1, 6, 3), 4).shape == (1, 6, 3)
 
 
 def test_blocks_and_inputs_that_do_not_fit_are_refused() -> None:

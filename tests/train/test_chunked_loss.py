@@ -154,6 +154,19 @@ def test_bfloat16_is_no_farther_from_float64_than_twice_pytorchs_own(autocast: b
         assert ours <= 2 * theirs + 1e-6, errors
 
 
+def test_a_scaled_mean_in_float16_keeps_its_small_gradients() -> None:
+    """A gradient scaler multiplies the loss; what float16 lost before that is not to be had again."""
+    tokens, size, entries, scale = 2048, 16, 1000, 2.0**12
+    hidden, weight = random(tokens, size, seed=1), random(entries, size, seed=2) * 0.1
+    labels = torch.arange(tokens) % entries
+    wide = [x.half().double().requires_grad_() for x in (hidden, weight)]
+    narrow = [x.half().requires_grad_() for x in (hidden, weight)]
+    expected = torch.autograd.grad(scale * F.cross_entropy(wide[0] @ wide[1].T, labels), wide)
+    found = torch.autograd.grad(scale * linear_cross_entropy(narrow[0], Head(narrow[1]), labels), narrow)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() < 2e-3 * other.norm()
+
+
 def test_second_derivatives_are_refused() -> None:
     hidden = random(4, C).requires_grad_()
     loss = linear_cross_entropy(hidden, Head(random(V, C, seed=1)), labels_of(4))

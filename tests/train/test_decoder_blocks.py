@@ -108,6 +108,17 @@ def test_copies_and_state_dicts_are_as_before() -> None:
     same(loss_and_gradients(other, plain), expected)
 
 
+def test_a_rank_without_tokens() -> None:
+    """Fewer tokens than ranks leave some none; the weights' gradients are zeros, for they are summed over ranks."""
+    model = hf.build("llama")
+    layer = apply_blockwise(model, 4).model.layers[0].mlp
+    x = torch.zeros(1, 0, model.config.hidden_size, dtype=next(layer.parameters()).dtype, requires_grad=True)
+    out = layer(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
 def test_one_layer_by_itself_and_what_is_refused() -> None:
     model = hf.build("llama")
     layer = wrap_decoder_layer(model.model.layers[1], 5)

@@ -165,6 +165,16 @@ def test_tied_weights_stay_tied(pools, tmp_path: Path) -> None:
     assert mr.tensors_digest(model.state_dict()) == digest[0]
 
 
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_a_wrapped_chunked_loss_has_the_gradients_of_one_process(pools, shard: str) -> None:
+    """The loss is what is called, so it is what DDP must wrap; in float64."""
+    model, ids = mr.tied().double(), mr.causal_ids()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for found in pools(4).run(mr.causal_gradients, shard):
+        for one, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-6, atol=1e-9)
+
+
 def test_the_command_trains_with_fsdp_and_exports(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     keys = 'ranks = 1\ndp_shard = 2\nbatch_size = 2\nshard = "fsdp"\ncheckpoints = "sharded"\n'

@@ -207,6 +207,14 @@ def test_undone_it_is_as_it_was() -> None:
     assert shared[0] is shared[1][0] and isinstance(shared[0], CheckpointWrapper)
 
 
+def test_undone_twice_is_undone() -> None:
+    model = hf.build("llama")
+    applied = apply_checkpointing(model, "attention")
+    for _ in range(2):
+        applied.undo()
+        assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+
+
 def test_offload_sends_the_layers_inputs_alone_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """By PyTorch's own hooks, pinned; of tensors that lie nowhere, for shapes are all that is looked at."""
     moved = []

@@ -20,7 +20,7 @@ def test_a_run_has_the_same_bits_by_every_policy_and_may_change_it(tmp_path: Pat
     corpus = write_text(tmp_path / "text")
 
     def run(name: str, **changes: object) -> None:
-        config = tiny_config(tmp_path / name, **changes)
+        config = tiny_config(tmp_path / name, ranks=3, **changes)
         context = ContextParallel(Loopback(3, seed=0), layout=Zigzag(), route=route_of(config), backward="keys")
         train(Run(config, corpus, context))
 
@@ -34,9 +34,13 @@ def test_a_run_has_the_same_bits_by_every_policy_and_may_change_it(tmp_path: Pat
 
 
 def test_kept_hops_belong_to_ring_step(tmp_path: Path) -> None:
-    plain = tiny_config(tmp_path)
+    plain = tiny_config(tmp_path, ranks=3)
     assert plain.checkpointing == "none" and route_of(plain) == Ring()
-    assert route_of(tiny_config(tmp_path, checkpointing="ring_step", kept_hops=2)) == Ring(kept_hops=2)
+    assert route_of(tiny_config(tmp_path, ranks=3, checkpointing="ring_step", kept_hops=2)) == Ring(kept_hops=2)
     for policy, kept in (("ring_step", 0), ("attention", 1), ("none", 2)):
         with pytest.raises(ConfigError, match=rf"kept_hops must be at least 1 with .* got {kept} with '{policy}'"):
             validated(TrainConfig, {**plain.model_dump(), "checkpointing": policy, "kept_hops": kept}, source="x")
+    for sizes in ({"ranks": 1}, {"ranks": 2, "ulysses": 2}):
+        values = {**plain.model_dump(), **sizes, "checkpointing": "ring_step", "kept_hops": 1}
+        with pytest.raises(ConfigError, match=r"must not be 'ring_step' in a ring of 1, which has no hops"):
+            validated(TrainConfig, values, source="x")

@@ -18,11 +18,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ringspun.errors import NotDifferentiable, ShapeError
+from ringspun.errors import NotDifferentiable, ShapeError, UnsupportedByRing
 
 Tensors = tuple[Tensor, ...]
 TokenWise = Callable[..., Any]
@@ -54,6 +54,7 @@ def blockwise(fn: TokenWise, x: Tensor | Tensors, block_size: int, *, dim: int =
         what ``fn(x)`` returns.
     Raises:
         ShapeError: block_size below 1, inputs of unequal numbers of tokens, results that have others.
+        UnsupportedByRing: `fn` changes an input in place.
         NotDifferentiable: a second derivative is asked for, or a tensor that `fn` takes from outside cannot be found.
     """
     inputs = (x,) if isinstance(x, Tensor) else tuple(x)
@@ -76,6 +77,7 @@ class _Call:
     dim: int
     random: _Random
     autocast: list[torch.autocast]
+    around: tuple[_Outside, ...]  # of the calls that this one is inside of
     several: bool = False
 
     @classmethod
@@ -91,7 +93,9 @@ class _Call:
         rows = shapes[0][dim]
         cuts = [(at, min(block_size, rows - at)) for at in range(0, rows, block_size)] or [(0, 0)]
         kinds = sorted({"cpu", inputs[0].device.type})
-        return cls(fn, cuts, dim, _Random.now(inputs), [_autocast_of(kind) for kind in kinds])
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        around = tuple(mode for mode in modes if isinstance(mode, _Outside))
+        return cls(fn, cuts, dim, _Random.now(inputs), [_autocast_of(kind) for kind in kinds], around)
 
     def over_blocks(self, tensors: Tensors, work: Callable[[Tensors], Tensors]) -> Tensors:
         """What `work` gives for each block of `tensors`, joined, and never held twice."""
@@ -113,7 +117,13 @@ class _Call:
 
     def of_block(self, blocks: Tensors) -> Tensors:
         """`fn` of one block, checked."""
+        before = _versions(blocks)
         found = self.fn(*blocks)
+        if _versions(blocks) != before:  # backward would compute again from what is there then
+            raise UnsupportedByRing(
+                "fn must leave its inputs as they are; it changed one in place. Let it begin with an operation that "
+                "is not (inplace=False)."
+            )
         self.several = not isinstance(found, Tensor)
         outs = tuple(found) if self.several else (found,)
         rows = blocks[0].shape[self.dim]
@@ -123,11 +133,16 @@ class _Call:
                 raise ShapeError(f"fn must give {rows} rows along dim {self.dim} for {rows} tokens; got {got}.")
         return outs
 
-    def graph_of_block(self, blocks: Tensors, inputs: Tensors, outside: _Outside) -> tuple[Tensors, Tensors]:
+    def graph_of_block(
+        self, blocks: Tensors, inputs: Tensors, outside: _Outside, again: tuple[_Outside, ...] = ()
+    ) -> tuple[Tensors, Tensors]:
         """A block's leaves, and its results with their graph, which begins at leaves alone."""
         own = tuple(b.detach().requires_grad_(x.requires_grad) for b, x in zip(blocks, inputs, strict=True))
         # This graph is gone when its block is: hooks of a checkpoint or an offload around us are not for it.
-        with torch.enable_grad(), saved_tensors_hooks(_packed, _same), outside:
+        with ExitStack() as stack:
+            # In backward the calls around this one are over; tensors that they stand leaves in for must be those again.
+            for one in (torch.enable_grad(), saved_tensors_hooks(_packed, _same), *again, outside):
+                stack.enter_context(one)
             return own, self.of_block(own)
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Tensors, list[bool]]:
@@ -152,7 +167,7 @@ class _Call:
         sums = [torch.zeros_like(x, dtype=_accumulator(x.dtype)) for x in used]
 
         def work(blocks: Tensors) -> Tensors:
-            own, outs = self.graph_of_block(blocks[: len(inputs)], inputs, outside)
+            own, outs = self.graph_of_block(blocks[: len(inputs)], inputs, outside, self.around)
             leaves = [x for x in own if x.requires_grad]
             known = [out for out, g in zip(outs, grads, strict=True) if g is not None]
             ends = [(o, g) for o, g in zip(known, blocks[len(inputs) :], strict=True) if o.requires_grad]
@@ -285,6 +300,11 @@ def _autocast_of(kind: str) -> torch.autocast:
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _versions(blocks: Tensors) -> list[int]:
+    """Of each block, a number that changes with what it holds; inference tensors have none, and no backward."""
+    return [0 if x.is_inference() else x._version for x in blocks]
 
 
 def _packed(x: Tensor) -> Tensor:

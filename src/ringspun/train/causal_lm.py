@@ -21,8 +21,10 @@ _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multip
 """What configs call a factor, or a divisor, of the logits."""
 
 
-class CausalLMLoss:
-    """This rank's share of the mean loss of a causal language model.
+class CausalLMLoss(nn.Module):
+    """This rank's share of the mean loss of a causal language model; a module, to be wrapped for DDP.
+
+        loss = wrap(CausalLMLoss(model), mesh, shard="ddp")    # not the model: DDP acts where it is called
 
     Args:
         model: has an output embedding that is a linear layer, whose logits may be scaled and capped. Give it before
@@ -33,6 +35,7 @@ class CausalLMLoss:
     """
 
     def __init__(self, model: nn.Module, *, terms: Terms = PLAIN) -> None:
+        super().__init__()
         self.model, self.terms = model, terms
         find: Any = getattr(model, "get_output_embeddings", None)
         found = find() if find is not None else None
@@ -41,12 +44,10 @@ class CausalLMLoss:
                 f"model must have a linear output embedding; {type(model).__name__} has {type(found).__name__}. Use "
                 "chunked_token_loss with a head of your own."
             )
-        self._head: nn.Linear = found
+        self._head: tuple[nn.Linear] = (found,)  # no child: its weight has its name in the model
         self.scale, self.softcap = _look(model, found)
 
-    def __call__(
-        self, targets: Tensor, *, total_targets: float, weights: Tensor | None = None, **inputs: Any
-    ) -> Tensor:
+    def forward(self, targets: Tensor, *, total_targets: float, weights: Tensor | None = None, **inputs: Any) -> Tensor:
         """This rank's share: a scalar. The sum over the ranks is the mean loss.
 
         Args:
@@ -68,7 +69,7 @@ class CausalLMLoss:
             )
             return (args[0][..., :1, :].detach(), *args[1:])
 
-        handle = self._head.register_forward_pre_hook(at_head)
+        handle = self._head[0].register_forward_pre_hook(at_head)
         try:
             self.model(**inputs)
         finally:

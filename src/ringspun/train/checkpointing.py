@@ -215,6 +215,8 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -
         return read_shards(checkpoint.shards, model, optimizer)
     mine = model.state_dict(keep_vars=True)
     found = _load(checkpoint, "model/model.safetensors")
+    stored = {id(mine[name]): x for name, x in found.items() if name in mine}  # of tied weights only one name is
+    found |= {name: stored[id(x)] for name, x in mine.items() if name not in found and id(x) in stored}
     try:
         model.load_state_dict({name: placed(x, mine[name]) if name in mine else x for name, x in found.items()})
     except RuntimeError as problem:
@@ -288,6 +290,7 @@ def _restore_optimizer(
     from ringspun.train.shards import placed
 
     parameters = dict(model.named_parameters())
+    optimizer.state.clear()
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:

@@ -133,13 +133,13 @@ def linear_cross_entropy(
     factors = torch.ones(1, dtype=wide, device=hidden.device).expand(len(labels))
     if weights is not None:
         factors = weights.reshape(-1)[chosen].detach().to(wide)
-    if reduction == "mean":
-        total = factors.sum()
-        factors = factors / torch.where(total == 0, 1, total)
     one_by_one = reduction == "none"
     rows = hidden.reshape(-1, hidden.shape[-1])
     work = _Work(head.scale, head.softcap, terms, _product_dtype(rows, head.weight), wide)
     found: Tensor = _Chunked.apply(rows, head.weight, head.bias, work, chosen, labels, factors, one_by_one)  # type: ignore[no-untyped-call]
+    if reduction == "mean":  # divided last: slopes over a total are too small for float16, and no scaler sees them
+        total = factors.sum()
+        return found / torch.where(total == 0, 1, total)
     if not one_by_one:
         return found
     return found.new_zeros(len(rows)).index_put((chosen,), found).view(targets.shape)

@@ -199,6 +199,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _hops_are_kept(self) -> Self:
+        if self.checkpointing == "ring_step" and self.ranks == self.ulysses:
+            raise ValueError(
+                "checkpointing must not be 'ring_step' in a ring of 1, which has no hops; got ranks = "
+                f"{self.ranks}, ulysses = {self.ulysses}. Set 'attention'."
+            )
         if (self.checkpointing == "ring_step") == (self.kept_hops > 0):
             return self
         raise ValueError(

@@ -98,8 +98,13 @@ class _Blockwise(nn.Module):
             )
         found = blockwise(partial(_of_rows, super().forward), rows, self.ringspun_block_size, dim=0)
         if isinstance(found, Tensor):
-            return found.view(*hidden_states.shape[:-1], -1)
-        return (found[0].view(*hidden_states.shape[:-1], -1), *found[1:])
+            return _as_rows_of(hidden_states, found)
+        return (_as_rows_of(hidden_states, found[0]), *found[1:])
+
+
+def _as_rows_of(hidden_states: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``[N, C]`` as ``[B, T, C]``; no size is left to be guessed, for a rank may have no token."""
+    return rows.reshape(*hidden_states.shape[:-1], rows.shape[-1])
 
 
 def _router_logits_wanted() -> bool:

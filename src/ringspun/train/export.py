@@ -9,15 +9,19 @@ from typing import Any, cast
 from ringspun.errors import CheckpointError
 from ringspun.train.checkpointing import Checkpoint, latest, save_model
 from ringspun.train.output import CHECKPOINTS
-from ringspun.train.shards import read_shards
+from ringspun.train.shards import cast_as_stored, read_shards
 
 
 def check_target(folder: Path) -> None:
-    """Refuses a folder that is there already, unless it is empty.
+    """Refuses a folder that is there already, unless it is empty, and one that has no name to be renamed to.
 
     Raises:
         CheckpointError: it is.
     """
+    if folder.name in ("", ".."):
+        raise CheckpointError(
+            f"export must be a folder with a name; got {str(folder)!r}. Give a new one, in it or beside it."
+        )
     try:
         free = not folder.exists() or not any(folder.iterdir())
     except OSError as problem:
@@ -72,6 +76,7 @@ def _model_of(checkpoint: Checkpoint, shards: Path) -> Any:
             "without a config. Build the model, and use ringspun.train.checkpointing.restore."
         )
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint.model_path))
+    cast_as_stored(shards, cast(Any, model))  # a config says in what dtype a model was loaded, not what it has now
     read_shards(shards, cast(Any, model))
     return model
 

@@ -57,7 +57,7 @@ class Applied:
     _undo: tuple[Callable[[], None], ...]
 
     def undo(self) -> None:
-        """Put the model back as it was."""
+        """Put the model back as it was; a second time changes nothing."""
         for one in self._undo:
             one()
 
@@ -179,7 +179,8 @@ def _have_run(model: nn.Module, layer: nn.Module, run: _Run) -> Callable[[], Non
         mine.gradient_checkpointing, mine._gradient_checkpointing_func = True, run
 
         def put_back() -> None:
-            del mine.gradient_checkpointing, mine._gradient_checkpointing_func
+            for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+                mine.__dict__.pop(name, None)
 
         return put_back
     wrapped = checkpoint_wrapper(layer, checkpoint_fn=run)

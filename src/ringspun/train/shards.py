@@ -124,6 +124,8 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
     Raises:
         CheckpointError: the files cannot be read, or are of another model.
     """
+    from safetensors import SafetensorError
+
     try:
         reader = HuggingFaceStorageReader(str(folder))
         stored: Any = reader.read_metadata().state_dict_metadata
@@ -139,11 +141,28 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
             load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (CheckpointException, OSError, KeyError, ValueError, ZeroDivisionError) as problem:
+    except (CheckpointException, SafetensorError, OSError, KeyError, ValueError, ZeroDivisionError) as problem:
         reason = _first(problem) if isinstance(problem, CheckpointException) else problem
         raise CheckpointError(f"shards in {folder} must be readable; {reason}") from None
     if optimizer is not None:
         torch.set_rng_state(generator)
+
+
+def cast_as_stored(folder: Path, model: nn.Module) -> None:
+    """Gives each weight and buffer the dtype that it has in `folder`, whatever the model's config says.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, KeyError, ValueError) as problem:
+        raise CheckpointError(f"shards in {folder} must be readable; {problem}") from None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if f"model/{name}" in stored:
+            tensor.data = tensor.data.to(stored[f"model/{name}"].properties.dtype)
 
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
