@@ -182,7 +182,9 @@ def _compared(asked: Asked, ways: Sequence[str]) -> Figure:
             if kind in parts:
                 raise ValueError(f"a way must be one layout and one route at most; got {way!r}, which has two {kind}s.")
             parts[kind] = part
-        scenes.append(_scene(replace(asked, **parts)))
+        scenes.append(
+            _scene(replace(asked, layout=parts.get("layout", asked.layout), route=parts.get("route", asked.route)))
+        )
     return compare.of(scenes, *timeline.on(scenes[0], _cluster(asked)))
 
 
