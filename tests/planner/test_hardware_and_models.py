@@ -117,6 +117,10 @@ def test_a_device_file_adds_and_replaces(tmp_path):
             "near = 'nvlink4'\nnode = 8\nsource = 'me'\ndate = '2026'",
             "devices.X: matmul_flops must be at most flops, the peak",
         ),
+        ("[links.X]\nbytes_per_s = 1e-300\nlatency_s = 0\nsource='x'\ndate='2026'", "bytes_per_s must be right"),
+        ("[devices.X]\nflops = 1e-300", "flops must be right: input should be greater than or equal to 1000"),
+        ("[devices.X]\nmemory_gib = 1e300", "memory_gib must be right: input should be less than or equal to 1000000"),
+        ("[devices.X]\nflops = nan", "flops must be right"),
         ("[links", "device-file must be a readable file"),
     ],
 )
@@ -253,6 +257,7 @@ def test_layers_slide_as_their_kind_has_it(tmp_path, values, window, full):
         ({"layer_types": ["linear_attention"]}, "layers must be full or sliding attention; got linear_attention"),
         ({"num_hidden_layers": "many"}, "layers must be right"),
         ({"kv_lora_rank": 256}, "Latent attention is not planned for"),
+        ({"hidden_size": 10**400, "head_dim": 128}, "hidden must be right: input should be less than or equal to"),
         ({"layer_types": 5}, "layer_types must be a list; got 5"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types must name each of 32 layers; got 3"),
     ],

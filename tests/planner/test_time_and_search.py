@@ -152,6 +152,17 @@ def test_a_thousand_devices_are_searched_in_seconds():
         assert plans and all(p.job.split.devices == 1024 and p.memory.fits for p in plans)
 
 
+def test_a_hundred_thousand_devices_are_more_than_one_ring():
+    """Rings end at 16,384 ranks; a prime number of devices goes into nothing."""
+    start = time.process_time()
+    plans = search(Question(LLAMA, cluster("H100", 65_536), 1 << 24, batch=16), keep=1)
+    assert plans[0].job.split.ring <= 16_384 and time.process_time() - start < 5
+    with pytest.raises(
+        ConfigError, match=r"devices must go into heads, a batch and a ring of at most 16,384; got 65,537"
+    ):
+        search(Question(LLAMA, cluster("H100", 65_537), 1 << 24, batch=16))
+
+
 def test_the_longest_is_the_longest():
     plans = search(Question(LLAMA, cluster("H100", 8)))
     assert [p.longest.tokens for p in plans] == sorted((p.longest.tokens for p in plans), reverse=True)

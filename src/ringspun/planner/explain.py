@@ -118,7 +118,7 @@ def _step_seconds(job: Job, mask: Mask, *, backward: bool) -> float:
 def _hops(plan: Plan) -> tuple[str, ...]:
     told, job = slowest_hop(plan), plan.job
     where = "between nodes" if job.split.ring > job.place.node else "inside a node"
-    lost = plan.time.lost_on_ring / plan.time.total
+    lost = max(0.0, plan.time.lost_on_ring) / plan.time.total  # a difference of sums
     return (
         f"a hop {where} takes {1e3 * told.transfer:.2f} ms, the compute that hides it {1e3 * told.compute:.2f} ms; "
         f"{lost:.1%} of a step is lost on the ring",

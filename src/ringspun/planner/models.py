@@ -14,24 +14,27 @@ from pydantic import Field, model_validator
 from ringspun.errors import ConfigError
 from ringspun.planner.reading import Entry, checked, read, squeezed, unknown
 
+MOST = 1 << 32
+"""Of any size: counts of parameters stay floats."""
+
 
 class Model(Entry):
     """A decoder's sizes."""
 
     name: str = ""
-    layers: int = Field(gt=0, description="Decoder layers.")
-    hidden: int = Field(gt=0, description="Width of the residual stream.")
-    intermediate: int = Field(gt=0, description="Width of the feed-forward layer.")
-    heads: int = Field(gt=0, description="Query heads.")
-    kv_heads: int = Field(default=0, ge=0, description="Key/value heads; divides `heads`. Default: as many.")
-    head_size: int = Field(default=0, ge=0, description="Of one head. Default: hidden / heads.")
-    vocab: int = Field(gt=0, description="Rows of the embedding.")
+    layers: int = Field(gt=0, le=MOST, description="Decoder layers.")
+    hidden: int = Field(gt=0, le=MOST, description="Width of the residual stream.")
+    intermediate: int = Field(gt=0, le=MOST, description="Width of the feed-forward layer.")
+    heads: int = Field(gt=0, le=MOST, description="Query heads.")
+    kv_heads: int = Field(default=0, ge=0, le=MOST, description="Key/value heads; divides `heads`. Default: as many.")
+    head_size: int = Field(default=0, ge=0, le=MOST, description="Of one head. Default: hidden / heads.")
+    vocab: int = Field(gt=0, le=MOST, description="Rows of the embedding.")
     tied: bool = Field(default=False, description="Whether the head is the embedding.")
     gated: bool = Field(default=True, description="Three matrices in the feed-forward layer; else two.")
     biases: Literal["none", "qkv", "all"] = Field(default="none", description="Which linear layers have one.")
     qk_norm: bool = Field(default=False, description="Norms of queries and keys per head.")
     norms: int = Field(default=2, gt=0, description="Norms of a layer.")
-    positions: int = Field(default=0, ge=0, description="Rows of a table of positions.")
+    positions: int = Field(default=0, ge=0, le=MOST, description="Rows of a table of positions.")
     window: int | None = Field(default=None, gt=0, description="Keys that a query of a sliding layer sees.")
     full_every: int = Field(default=0, ge=0, description="One layer of so many sees all keys; 0: all slide.")
     full: int | None = Field(default=None, ge=0, description="Or how many layers see all keys.")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from ringspun.core.layout import Contiguous, Layout, Striped, Zigzag
 from ringspun.core.mask import Causal, Mask
+from ringspun.core.partition import LARGEST_RING
 from ringspun.core.route import AllGather, Bidirectional, Direct, DoubleRing, Ring, Route
 from ringspun.errors import ConfigError
 from ringspun.planner.flops import CHECKPOINTING, Checkpointing
@@ -29,6 +31,8 @@ MOST_DIRECT = 64
 """Ranks beyond which every rank talking to every other is not looked at."""
 MOST_PRODUCT = 16
 """Ranks beyond which other layouts than zigzag are looked at on a plain ring alone."""
+MOST_STRIPED = 1 << 28
+"""Tokens beyond which striped shares are not looked at: they are checked one by one."""
 LITTLE = 0.005
 """Part of a step lost on a ring up to which no other layout or route is counted."""
 
@@ -114,6 +118,8 @@ def splits(question: Question, batch: int) -> Iterator[Split]:
             if model.heads % (tp * ulysses):
                 continue
             for ring in _divisors(count // tp // ulysses):
+                if ring > LARGEST_RING:
+                    break
                 dp = count // tp // ulysses // ring
                 if batch % dp == 0:
                     yield Split(ring=ring, ulysses=ulysses, tp=tp, dp=dp)
@@ -216,7 +222,9 @@ def ways(job: Job) -> Sequence[tuple[Layout, Route]]:
     if 2 < ring <= MOST_PRODUCT:
         routes.append(AllGather())
     layouts: list[Layout] = [Zigzag(), Contiguous()]
-    if ring <= MOST_DIRECT:  # on more ranks its tiles are many, and its balance is zigzag's
+    if (
+        ring <= MOST_DIRECT and job.seq_len <= MOST_STRIPED
+    ):  # on more ranks its tiles are many, and its balance is zigzag's
         layouts.append(Striped())
     if ring <= MOST_PRODUCT:
         return [(layout, route) for layout in layouts for route in routes]
@@ -249,7 +257,12 @@ def _longest_plans(question: Question, keep: int, only: Callable[[Split], bool] 
 def _nothing_fits(question: Question, batch: int, only: Callable[[Split], bool] | None) -> str:
     count, name = question.cluster.count, question.cluster.device.name
     asked = [split for split in splits(question, batch) if only is None or only(split)]
-    fewest = min((split.slices for split in asked), default=1)
+    if not asked:
+        return (
+            f"devices must go into heads, a batch and a ring of at most {LARGEST_RING:,}; got {count:,} devices, "
+            f"{question.model.heads} heads, batch = {batch}. Give another number."
+        )
+    fewest = min(split.slices for split in asked)
     if question.seq_len is not None and question.seq_len < fewest:
         return (
             f"seq_len must give each device a token; got {question.seq_len:,} tokens for {fewest:,} devices, with "
@@ -268,5 +281,7 @@ def _nothing_fits(question: Question, batch: int, only: Callable[[Split], bool] 
     )
 
 
+@cache
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
