@@ -101,6 +101,15 @@ def test_segment_ids_travel_with_the_block():
         close(np.swapaxes(x, 1, 2), expected)
 
 
+@pytest.mark.parametrize(("dtype", "ids"), [("int64", (2**32, 0)), ("uint32", (2**31 + 5, 5)), ("uint8", (200, 7))])
+def test_segment_ids_are_told_apart_in_their_own_dtype(dtype, ids):
+    """Whole hashes may be ids; no cast makes two of them one, or negative. 23 tokens are filled up."""
+    q, k, v = (x[:, :23] for x in arrays())
+    found = jnp.asarray([[ids[0]] * 11 + [ids[1]] * 12] * 2, dtype)
+    out = sharded_attention(q, k, v, mesh=ring_mesh(2), spec=TOKENS, segment_ids=found)
+    close(out, dense(q, k, v, (Causal() & Documents([11, 12])).as_array(23)))
+
+
 def test_G13_a_gradient_inside_of_shard_map():
     """A weight that every rank has, a loss summed over ranks: each rank gets the whole gradient, once."""
     mesh, (q, k, v) = ring_mesh(2), arrays()
@@ -203,6 +212,11 @@ class Proud(Kernel):
         (ShapeError, "sinks must be", {"sinks": jnp.ones((1, 4))}),
         (ShapeError, "segment_ids must be", {"segment_ids": jnp.ones((2, 23), int)}),
         (DtypeError, "segment_ids must be", {"segment_ids": jnp.ones((2, 24))}),
+        (
+            DtypeError,
+            "key_segment_ids must be int64",
+            {"segment_ids": jnp.ones((2, 24), int), "key_segment_ids": jnp.ones((2, 24), jnp.int32)},
+        ),
         (PlanError, "key_segment_ids must come with", {"key_segment_ids": jnp.ones((2, 24), int)}),
         (PlanError, "softcap must be", {"softcap": 0}),
         (PlanError, "scale must be", {"scale": float("nan")}),

@@ -154,7 +154,7 @@ def _check_per_head(name: str, x: Any, heads: int) -> None:
 
 
 def checked_segments(q: Any, k: Any, segments: Any, key_segments: Any) -> tuple[Any, Any]:
-    """Segment ids of queries and keys as int32, or None and None.
+    """Segment ids of queries and keys, or None and None.
 
     Raises:
         ShapeError, DtypeError, PlanError: naming the argument.
@@ -175,4 +175,6 @@ def checked_segments(q: Any, k: Any, segments: Any, key_segments: Any) -> tuple[
             )
         if x.shape != like.shape[:2]:
             raise ShapeError(f"{name} must be [B, T], one per token; got {x.shape} for {like.shape[:2]}.")
-    return segments.astype(jnp.int32), key_segments.astype(jnp.int32)
+    if segments.dtype != key_segments.dtype:  # a cast could make two of them one
+        raise DtypeError(f"key_segment_ids must be {segments.dtype}, as segment_ids; got {key_segments.dtype}.")
+    return segments, key_segments

@@ -153,7 +153,7 @@ def padded(x: Array, deal: Deal, dim: int = 1) -> Array:
     """Shards of different sizes, one after the other, filled up."""
     rows = np.full(deal.rows, NO_TOKEN, np.int64)
     rows[deal.real] = np.arange(len(deal.real))
-    return _taken(x, rows, dim, -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0)
+    return _taken(x, rows, dim, 0)
 
 
 def unpadded(x: Array, deal: Deal, dim: int = 1) -> Array:
