@@ -73,10 +73,14 @@ def test_a_mesh_of_batch_and_ring_with_its_gradients(kind):
     close(grads[3], ref.dsinks)
 
 
-def test_exactly_S_rows_come_back():
-    """23 tokens on 4 devices, filled up inside; a ring along two axes, heads cut along a third."""
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT, AUTO), (AUTO, AUTO, EXPLICIT)], ids=str)
+def test_exactly_S_rows_come_back(kinds):
+    """23 tokens on 4 devices, filled up inside; a ring along two axes, heads cut along a third. Axes of all kinds."""
     q, k, v = (x[:, :23] for x in arrays())
-    mesh = jax.make_mesh((2, 2, 2), ("far", "near", "model"), axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("far", "near", "model"), axis_types=kinds)
     spec = PartitionSpec(None, ("far", "near"), "model")
     out, lse = jax.jit(partial(sharded_attention, mesh=mesh, spec=spec, return_lse=True))(q, k, v)
     assert out.shape == (2, 23, 4, 6) and lse.shape == (2, 23, 4) and lse.dtype == jnp.float64
@@ -182,6 +186,16 @@ def test_shard_and_unshard_are_inverse(layout):
     assert positions(ring_size=2, seq_len=8, layout=Zigzag()).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     restarted = positions(ring_size=2, seq_len=6, documents=Documents([2, 3]), restart=True)
     assert restarted.tolist() == [0, 1, 0, 1, 2, 0]
+
+
+def test_rows_of_explicitly_cut_arrays_change_places():
+    """jax takes no rows of an array that its type says is cut along them."""
+    mesh, x = ring_mesh(4, EXPLICIT), jnp.arange(26.0).reshape(1, 26)[:, :24]
+    held = {"mesh": mesh, "spec": TOKENS, "layout": Zigzag()}
+    with jax.set_mesh(mesh):
+        cut = jax.device_put(x, jax.sharding.NamedSharding(mesh, TOKENS))
+        for back in (unshard(shard(cut, **held), seq_len=24, **held), jax.jit(lambda x: shard(x, **held))(cut)):
+            assert sorted(np.asarray(back)[0].tolist()) == list(range(24))
 
 
 class Proud(Kernel):

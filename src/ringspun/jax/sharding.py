@@ -182,9 +182,17 @@ def place(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
     sharding = NamedSharding(mesh, spec)
     if not isinstance(x, jax.core.Tracer):
         return x if x.sharding == sharding else jax.device_put(x, sharding)
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if explicit:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, _of_axes(spec, explicit)))
+    others = set(mesh.axis_names) - explicit
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _of_axes(spec, others))) if others else x
+
+
+def _of_axes(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
+    """What `spec` says of some axes of a mesh."""
+    parts = (() if part is None else (part,) if isinstance(part, str) else part for part in spec)
+    return PartitionSpec(*(tuple(name for name in part if name in names) or None for part in parts))
 
 
 def _gathered(x: Array, mesh: Mesh, spec: PartitionSpec, dim: int) -> Array:
@@ -192,10 +200,22 @@ def _gathered(x: Array, mesh: Mesh, spec: PartitionSpec, dim: int) -> Array:
     return place(x, mesh, PartitionSpec(*(None if n == dim else axis for n, axis in enumerate(spec))))
 
 
+def _gathered_by_type(x: Array, dim: int) -> Array:
+    """`x` no longer cut along `dim` by an explicit axis, of which jax takes no rows; whatever mesh it is of."""
+    cut = jax.typeof(x).sharding
+    if dim >= len(cut.spec) or cut.spec[dim] is None:
+        return x
+    whole = PartitionSpec(*(None if n == dim else axis for n, axis in enumerate(cut.spec)))
+    if isinstance(x, jax.core.Tracer):
+        return jax.sharding.reshard(x, NamedSharding(cut.mesh, whole))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, whole))  # type: ignore[attr-defined]
+
+
 def _taken(x: Array, rows: NDArray[np.int64], dim: int, fill: Any) -> Array:
     """Rows of `x` along `dim`, `fill` where there is none."""
     if len(rows) == x.shape[dim] and (rows == np.arange(len(rows))).all():
         return x
+    x = _gathered_by_type(x, dim)
     taken = jnp.take(x, np.maximum(rows, 0), axis=dim, unique_indices=False, indices_are_sorted=False)
     there = (rows != NO_TOKEN).reshape(-1, *[1] * (x.ndim - dim - 1))
     return taken if there.all() else jnp.where(there, taken, jnp.asarray(fill, x.dtype))
