@@ -198,6 +198,22 @@ def test_rows_of_explicitly_cut_arrays_change_places():
             assert sorted(np.asarray(back)[0].tolist()) == list(range(24))
 
 
+def test_a_second_call_without_jit_compiles_nothing(caplog):
+    q, k, v = arrays(q=(1, 4, 1, 2), k=(1, 4, 1, 2), v=(1, 4, 1, 2))
+    calls = (
+        lambda: sharded_attention(q, k, v, mesh=ring_mesh(2), spec=TOKENS),
+        lambda: ring_attention(q, k, v, axis_name=None),
+    )
+    for call in calls:
+        compiled = []
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            for _ in range(2):
+                caplog.clear()
+                call()
+                compiled.append(caplog.text.count("Finished XLA compilation"))
+        assert compiled[0] > 0 and compiled[1] == 0
+
+
 class Proud(Kernel):
     name = "proud"
 

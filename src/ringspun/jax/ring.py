@@ -24,9 +24,9 @@ AxisName = str | tuple[str, ...] | None
 X = TypeVar("X")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Job:
-    """What a program is made for; what it reads is in `Operands`. Hashable by identity, a static argument.
+    """What a program is made for; what it reads is in `Operands`. A static argument: equal ones share a program.
 
     Args:
         ring_size: R. moves: by how many ranks blocks move before each hop. is_even: whether all rows hold a token.
@@ -53,6 +53,7 @@ class Operands(NamedTuple):
     k_segments: Array | None = None
 
 
+@partial(jax.jit, static_argnums=0)  # of the second call on, one without a jit around it compiles nothing
 def attend(job: Job, given: Operands) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, T, H])`` of local queries over the keys of the ring; differentiable."""
     axes = _axes(job.axis_name).union(*map(_known, jax.tree.leaves(given)))
