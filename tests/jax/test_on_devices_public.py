@@ -214,6 +214,14 @@ def test_a_second_call_without_jit_compiles_nothing(caplog):
         assert compiled[0] > 0 and compiled[1] == 0
 
 
+def test_nothing_to_attend():
+    """No tokens, no batch rows, no keys."""
+    q, k, v = arrays()
+    assert ring_attention(q[:, :0], k[:, :0], v[:, :0], axis_name=None).shape == (2, 0, 4, 6)
+    assert ring_attention(q[:0], k[:0], v[:0], axis_name=None).shape == (0, 24, 4, 6)
+    assert not ring_attention(q, k[:, :0], v[:, :0], axis_name=None, key_len=0).any()
+
+
 class Proud(Kernel):
     name = "proud"
 

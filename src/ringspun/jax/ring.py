@@ -95,7 +95,7 @@ def _forward(job: Job, given: Operands) -> tuple[Array, Array]:
         lse = whole
     if not job.is_even:
         lse = jnp.where(given.tables.queries.real(rank, call.rows), lse, -jnp.inf)
-    return _as_given(out).astype(given.q.dtype), jnp.moveaxis(lse, 3, 1).reshape(lse.shape[0], lse.shape[3], -1)
+    return _as_given(out).astype(given.q.dtype), _as_given(lse[..., None])[..., 0]
 
 
 def _backward(job: Job, kept: tuple[Any, ...], incoming: tuple[Array, Array]) -> tuple[Operands]:
@@ -234,7 +234,7 @@ def _to_heads(x: Array, call: Call) -> Array:
 def _as_given(x: Array) -> Array:
     """``[B, K, G, T, D]`` as ``[B, T, H, D]``."""
     x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[-1])
 
 
 def _axes(axis_name: AxisName) -> frozenset[Any]:
