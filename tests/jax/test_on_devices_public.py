@@ -222,6 +222,23 @@ def test_nothing_to_attend():
     assert not ring_attention(q, k[:, :0], v[:, :0], axis_name=None, key_len=0).any()
 
 
+def test_an_axis_of_vmap_is_a_ring_too():
+    """Ranks side by side on one device; what they share gets the sum of their gradients."""
+    q, k, v = arrays()
+    sinks, allowed = jnp.arange(4.0), Causal().as_array(24)
+
+    def loss(sinks):
+        cut = [jnp.stack(jnp.split(x, 3, axis=1)) for x in (q, k, v)]
+        out = jax.vmap(partial(ring_attention, axis_name="ring", sinks=sinks), axis_name="ring")(*cut)
+        return (out**2).sum() / 2, jnp.concatenate(list(out), axis=1)
+
+    (_, out), dsinks = jax.jit(jax.value_and_grad(loss, has_aux=True))(sinks)
+    heads = [np.swapaxes(x, 1, 2) for x in (q, k, v)]
+    plain = attention(*heads, allowed=allowed, sinks=sinks)[0]
+    close(np.swapaxes(out, 1, 2), plain)
+    close(dsinks, attention_with_gradients(*heads, plain, allowed=allowed, sinks=sinks).dsinks)
+
+
 class Proud(Kernel):
     name = "proud"
 

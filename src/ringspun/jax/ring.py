@@ -56,7 +56,8 @@ class Operands(NamedTuple):
 @partial(jax.jit, static_argnums=0)  # of the second call on, one without a jit around it compiles nothing
 def attend(job: Job, given: Operands) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, T, H])`` of local queries over the keys of the ring; differentiable."""
-    axes = _axes(job.axis_name).union(*map(_known, jax.tree.leaves(given)))
+    of_shard_map = frozenset(jax.sharding.get_abstract_mesh().manual_axes)  # an axis of vmap is none
+    axes = (_axes(job.axis_name) & of_shard_map).union(*map(_known, jax.tree.leaves(given)))
     # an input that is the same on several ranks gets the sum of their gradients: what pcast does in reverse
     found: tuple[Array, Array] = _attend(job, jax.tree.map(lambda x: _varying(x, axes), given))
     return found
