@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import ringspun.jax
-from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
+from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Window, Zigzag
 from ringspun.core.reference import attention, attention_with_gradients
-from ringspun.errors import DtypeError, KernelRefused, PlanError, ShapeError
+from ringspun.errors import DtypeError, KernelRefused, LayoutError, PlanError, ShapeError
 from ringspun.jax import Alibi, Kernel, Xla, positions, ring_attention, shard, sharded_attention, unshard
 from ringspun.testing.jax import ring_mesh
 
@@ -295,6 +295,9 @@ def test_refusals_of_shards():
         sharded_attention(q, k, v, mesh=mesh, spec=PartitionSpec(None, None))
     with pytest.raises(PlanError, match="spec must leave the size of heads whole"):
         sharded_attention(q, k, v, mesh=mesh, spec=PartitionSpec(None, "ring", None, "ring"))
+    for make in (partial(shard, q, mesh=mesh, spec=TOKENS), partial(positions, ring_size=4, seq_len=24)):
+        with pytest.raises(LayoutError, match=r"documents must be given to documentzigzag.*or Documents\(\[24\]\)"):
+            make(layout=DocumentZigzag())
     with pytest.raises(ShapeError, match="q must have 28 rows, or 25 in the order of ranks"):
         sharded_attention(q, k, v, mesh=mesh, spec=TOKENS, seq_len=25)
     with pytest.raises(ShapeError, match="x must have 28 rows"):

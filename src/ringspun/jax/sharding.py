@@ -132,10 +132,20 @@ def positions(
 def deal_of(
     layout: Layout | None, size: int, seq_len: int, *, documents: Documents | None = None, mask: Mask | None = None
 ) -> Deal:
-    """Where the tokens of a sequence stand. `mask`: its documents are taken where none are given."""
+    """Where the tokens of a sequence stand. `mask`: its documents are taken where none are given.
+
+    Raises:
+        LayoutError: what is no layout; one that reads documents, without them or a mask. Shards that leave them out
+            would be dealt otherwise than attention takes them, in as many rows.
+    """
     layout = Contiguous() if layout is None else layout
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, e.g. Zigzag(); got {shown(layout)}.")
+    if layout.reads_documents and documents is None and mask is None:
+        raise LayoutError(
+            f"documents must be given to {layout}, which deals by them; got none. Give those of the mask, or "
+            f"Documents([{seq_len}]) where it has none."
+        )
     return _deal(sides_of(layout, size, seq_len, documents=documents, mask=mask).queries)
 
 
