@@ -137,9 +137,15 @@ def sharded_attention(
         raise ShapeError(f"q and k must have as many tokens; got {rows} and {k.shape[1]}. Others: ring_attention.")
     seq_len = rows if seq_len is None else inputs.checked_length("seq_len", seq_len)
     axis, size = ring_axis(mesh, spec, 1)
-    if len(spec) > 3 and spec[3] is not None:
-        raise PlanError(f"spec must leave the size of heads whole, P(batch, ring, heads); got {spec}.")
+    inputs.check_cuts(mesh, spec, {"q": q, "k": k})
     inputs.check_terms(q.shape[2], sinks, bias)
+    for name, instead in (
+        ("axis_name", "spec names it"),
+        ("key_segment_ids", "keys have the documents of segment_ids"),
+    ):
+        if name in options:
+            raise PlanError(f"{name} must be left out of sharded_attention; {instead}.")
+    inputs.checked_segments(q, k, segment_ids, None)
     deal = deal_of(layout, size, seq_len, mask=mask)
     fill = rows != deal.rows  # S rows, one shard after the other, of different sizes
     if fill and rows != seq_len:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Documents, Mask
 from ringspun.core.partition import Partition
 from ringspun.core.text import shown
-from ringspun.errors import LayoutError, PlanError, ShapeError
+from ringspun.errors import DtypeError, LayoutError, PlanError, ShapeError
 from ringspun.jax.plan import sides_of
 
 NO_TOKEN = -1
@@ -62,15 +62,16 @@ def shard(
     Args:
         x: the whole sequence, S tokens along `dim`, as every process has it.
         mesh: of the devices. spec: of `x`; its entry for `dim` is the ring's axis.
-        layout: default `Contiguous()`. documents: for layouts that read them. dim: of tokens.
+        layout: default `Contiguous()`. documents: those of the mask, for layouts that read them. dim: of tokens.
         fill: what stands in rows that hold no token, where shards would be of different sizes.
     Returns:
         ``R * T`` rows along `dim`, where T is the size of the largest shard.
     Raises:
         ShapeError, PlanError, LayoutError: a dim, spec or layout that does not fit.
     """
+    seq_len = _length(x, dim)
     _, size = ring_axis(mesh, spec, dim)
-    deal = deal_of(layout, size, _length(x, dim), documents=documents)
+    deal = deal_of(layout, size, seq_len, documents=documents)
     if isinstance(x, Array):
         return place(_taken(x, deal.tokens, dim, fill), mesh, spec)
     host = np.asarray(x)
@@ -94,9 +95,12 @@ def unshard(
     Args:
         seq_len: S (tokens). The others: as in `shard`.
     """
+    if not isinstance(x, Array):
+        raise DtypeError(f"x must be a jax array, as shard makes it; got {type(x).__name__}. Write jnp.asarray(x).")
+    held = _length(x, dim)
     _, size = ring_axis(mesh, spec, dim)
     deal = deal_of(layout, size, seq_len, documents=documents)
-    if _length(x, dim) != deal.rows:
+    if held != deal.rows:
         raise ShapeError(f"x must have {deal.rows} rows in dim {dim} for {seq_len} tokens; got shape {x.shape}.")
     rows = np.empty(seq_len, np.int64)
     rows[deal.tokens[deal.real]] = deal.real
@@ -177,6 +181,8 @@ def ring_axis(mesh: Mesh, spec: PartitionSpec, dim: int) -> tuple[str | tuple[st
     Raises:
         PlanError: none.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise PlanError(f"mesh must be a jax.sharding.Mesh, e.g. jax.make_mesh((4,), ('ring',)); got {shown(mesh)}.")
     axis = spec[dim] if isinstance(spec, PartitionSpec) and len(spec) > dim else None
     names = axis if isinstance(axis, tuple) else (axis,)
     if not all(name in mesh.shape for name in names):
