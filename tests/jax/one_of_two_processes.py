@@ -20,6 +20,7 @@ def main(address: str, number: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiled once, run once
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=number)
     mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,))

@@ -13,6 +13,7 @@ from ringspun.testing.cases import Arguments, Case, Inputs, Shape, inputs, refer
 from ringspun.testing.comparison import errors, judge
 from ringspun.testing.jax import run_ring
 
+pytestmark = pytest.mark.usefixtures("compiled_in_haste")
 ONE = Shape(batch=1, heads=1, kv_heads=1, head_size=1, value_size=1)
 BENT = Arguments(softcap=1.0, sinks=True)
 LAYOUTS = (Contiguous(), Zigzag(), Striped())
@@ -127,9 +128,10 @@ def test_M5_M19_documents_do_not_see_each_other(layout):
 
 
 def test_M6_padding_takes_no_weight():
-    case = Case(2, 8, Documents([7]), Contiguous(), shape=replace(ONE, head_size=8, value_size=8))
-    rows = np.repeat(np.array([1, 1, 1, 1, 2, 2, 2, 100.0])[None, None, :, None], 8, -1)
-    found = check(case, replace(inputs(case), q=rows, k=rows, v=rows))
+    """Heads of size 8 with all entries alike, as one entry: q.k and the scale make 8 ** 0.5 of a product."""
+    case = Case(2, 8, Documents([7]), Contiguous(), shape=ONE)
+    rows = np.array([1, 1, 1, 1, 2, 2, 2, 100.0])[None, None, :, None]
+    found = check(case, replace(inputs(case), q=8**0.5 * rows, k=rows, v=rows))
     assert found["out"][0, 0, :, 0] == pytest.approx([1.926949] * 4 + [1.995364] * 3 + [0], abs=1e-6)
     assert found["lse"][0, 0, [0, 4]] == pytest.approx([6.831323, 12.416968], abs=1e-6)
 

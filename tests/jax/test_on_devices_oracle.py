@@ -12,6 +12,7 @@ from ringspun.testing.comparison import errors, judge
 from ringspun.testing.jax import OnDevices, run_ring
 from ringspun.testing.problem import oracle, problem_of, yardstick
 
+pytestmark = pytest.mark.usefixtures("compiled_in_haste")
 SEQ_LEN = 37
 LAYOUTS = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced(), Zigzag(speeds=[1, 2, 3, 1]))
 

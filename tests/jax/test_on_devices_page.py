@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jax
+import pytest
 from tests import test_pages
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ def test_the_page():
         test_pages.test_a_page_prints_what_the_code_prints(test_pages.DOCS / "jax.md", 20)
 
 
+@pytest.mark.usefixtures("compiled_in_haste")
 def test_check_certifies_devices_with_the_cases_of_torch():
     """The same command, the same JSON, without torch."""
     arguments = "check --framework jax --ranks 1,3 --seq-len 7 --mask causal,window(3) --layout zigzag --json"

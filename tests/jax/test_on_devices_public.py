@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import ringspun.jax
-from ringspun import Causal, Contiguous, Documents, Full, Striped, Window, Zigzag
+from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Window, Zigzag
 from ringspun.core.reference import attention, attention_with_gradients
-from ringspun.errors import DtypeError, KernelRefused, PlanError, ShapeError
+from ringspun.errors import DtypeError, KernelRefused, LayoutError, PlanError, ShapeError
 from ringspun.jax import Alibi, Kernel, Xla, positions, ring_attention, shard, sharded_attention, unshard
 from ringspun.testing.jax import ring_mesh
 
@@ -73,10 +73,14 @@ def test_a_mesh_of_batch_and_ring_with_its_gradients(kind):
     close(grads[3], ref.dsinks)
 
 
-def test_exactly_S_rows_come_back():
-    """23 tokens on 4 devices, filled up inside; a ring along two axes, heads cut along a third."""
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT, AUTO), (AUTO, AUTO, EXPLICIT)], ids=str)
+def test_exactly_S_rows_come_back(kinds):
+    """23 tokens on 4 devices, filled up inside; a ring along two axes, heads cut along a third. Axes of all kinds."""
     q, k, v = (x[:, :23] for x in arrays())
-    mesh = jax.make_mesh((2, 2, 2), ("far", "near", "model"), axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("far", "near", "model"), axis_types=kinds)
     spec = PartitionSpec(None, ("far", "near"), "model")
     out, lse = jax.jit(partial(sharded_attention, mesh=mesh, spec=spec, return_lse=True))(q, k, v)
     assert out.shape == (2, 23, 4, 6) and lse.shape == (2, 23, 4) and lse.dtype == jnp.float64
@@ -99,6 +103,15 @@ def test_segment_ids_travel_with_the_block():
     ref = attention_with_gradients(*zeros, allowed=allowed[:, None])
     for x, expected in zip(found, (ref.out, ref.dq, ref.dk, ref.dv), strict=True):
         close(np.swapaxes(x, 1, 2), expected)
+
+
+@pytest.mark.parametrize(("dtype", "ids"), [("int64", (2**32, 0)), ("uint32", (2**31 + 5, 5))])
+def test_segment_ids_are_told_apart_in_their_own_dtype(dtype, ids):
+    """Whole hashes may be ids; no cast makes two of them one, or negative. 23 tokens are filled up."""
+    q, k, v = (x[:, :23] for x in arrays())
+    found = jnp.asarray([[ids[0]] * 11 + [ids[1]] * 12] * 2, dtype)
+    out = sharded_attention(q, k, v, mesh=ring_mesh(2), spec=TOKENS, segment_ids=found)
+    close(out, dense(q, k, v, (Causal() & Documents([11, 12])).as_array(23)))
 
 
 def test_G13_a_gradient_inside_of_shard_map():
@@ -175,6 +188,57 @@ def test_shard_and_unshard_are_inverse(layout):
     assert restarted.tolist() == [0, 1, 0, 1, 2, 0]
 
 
+def test_rows_of_explicitly_cut_arrays_change_places():
+    """jax takes no rows of an array that its type says is cut along them."""
+    mesh, x = ring_mesh(4, EXPLICIT), jnp.arange(26.0).reshape(1, 26)[:, :24]
+    held = {"mesh": mesh, "spec": TOKENS, "layout": Zigzag()}
+    with jax.set_mesh(mesh):
+        cut = jax.device_put(x, jax.sharding.NamedSharding(mesh, TOKENS))
+        for back in (unshard(shard(cut, **held), seq_len=24, **held), jax.jit(lambda x: shard(x, **held))(cut)):
+            assert sorted(np.asarray(back)[0].tolist()) == list(range(24))
+
+
+def test_a_second_call_without_jit_compiles_nothing(caplog):
+    q, k, v = arrays(q=(1, 4, 1, 2), k=(1, 4, 1, 2), v=(1, 4, 1, 2))
+    calls = (
+        lambda: sharded_attention(q, k, v, mesh=ring_mesh(2), spec=TOKENS),
+        lambda: ring_attention(q, k, v, axis_name=None),
+    )
+    for call in calls:
+        compiled = []
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            for _ in range(2):
+                caplog.clear()
+                call()
+                compiled.append(caplog.text.count("Finished XLA compilation"))
+        assert compiled[0] > 0 and compiled[1] == 0
+
+
+def test_nothing_to_attend():
+    """No tokens, no batch rows, no keys."""
+    q, k, v = arrays()
+    assert ring_attention(q[:, :0], k[:, :0], v[:, :0], axis_name=None).shape == (2, 0, 4, 6)
+    assert ring_attention(q[:0], k[:0], v[:0], axis_name=None).shape == (0, 24, 4, 6)
+    assert not ring_attention(q, k[:, :0], v[:, :0], axis_name=None, key_len=0).any()
+
+
+def test_an_axis_of_vmap_is_a_ring_too():
+    """Ranks side by side on one device; what they share gets the sum of their gradients."""
+    q, k, v = arrays()
+    sinks, allowed = jnp.arange(4.0), Causal().as_array(24)
+
+    def loss(sinks):
+        cut = [jnp.stack(jnp.split(x, 3, axis=1)) for x in (q, k, v)]
+        out = jax.vmap(partial(ring_attention, axis_name="ring", sinks=sinks), axis_name="ring")(*cut)
+        return (out**2).sum() / 2, jnp.concatenate(list(out), axis=1)
+
+    (_, out), dsinks = jax.jit(jax.value_and_grad(loss, has_aux=True))(sinks)
+    heads = [np.swapaxes(x, 1, 2) for x in (q, k, v)]
+    plain = attention(*heads, allowed=allowed, sinks=sinks)[0]
+    close(np.swapaxes(out, 1, 2), plain)
+    close(dsinks, attention_with_gradients(*heads, plain, allowed=allowed, sinks=sinks).dsinks)
+
+
 class Proud(Kernel):
     name = "proud"
 
@@ -203,10 +267,17 @@ class Proud(Kernel):
         (ShapeError, "sinks must be", {"sinks": jnp.ones((1, 4))}),
         (ShapeError, "segment_ids must be", {"segment_ids": jnp.ones((2, 23), int)}),
         (DtypeError, "segment_ids must be", {"segment_ids": jnp.ones((2, 24))}),
+        (
+            DtypeError,
+            "key_segment_ids must be int64",
+            {"segment_ids": jnp.ones((2, 24), int), "key_segment_ids": jnp.ones((2, 24), jnp.int32)},
+        ),
         (PlanError, "key_segment_ids must come with", {"key_segment_ids": jnp.ones((2, 24), int)}),
         (PlanError, "softcap must be", {"softcap": 0}),
         (PlanError, "scale must be", {"scale": float("nan")}),
         (KernelRefused, "proud: head_size must be 128; got 8", {"kernel": Proud()}),
+        (KernelRefused, "kernel must be a Kernel.*got 'xla'", {"kernel": "xla"}),
+        (KernelRefused, "kernel must be a Kernel", {"kernel": Xla}),
         (TypeError, "is_causal must not be given.*mask=Causal", {"is_causal": True}),
         (TypeError, "did you mean softcap", {"soft_cap": 1.0}),
     ],
@@ -226,6 +297,30 @@ def test_refusals_of_shards():
         sharded_attention(q, k, v, mesh=mesh, spec=PartitionSpec(None, None))
     with pytest.raises(PlanError, match="spec must leave the size of heads whole"):
         sharded_attention(q, k, v, mesh=mesh, spec=PartitionSpec(None, "ring", None, "ring"))
+    with pytest.raises(PlanError, match="mesh must be a jax"):
+        sharded_attention(q, k, v, mesh=None, spec=TOKENS)
+    with pytest.raises(ShapeError, match=r"k must have heads that the 4 devices of 'ring' divide.*repeat"):
+        sharded_attention(q, k, v, mesh=jax.make_mesh((1, 4), ("one", "ring")), spec=PartitionSpec(None, "one", "ring"))
+    with pytest.raises(ShapeError, match="q must have a batch that the 4 devices of 'ring' divide"):
+        sharded_attention(q, k, v, mesh=jax.make_mesh((1, 4), ("one", "ring")), spec=PartitionSpec("ring", "one"))
+    ids = np.zeros((2, 24), int)
+    with pytest.raises(DtypeError, match="segment_ids must be a jax array of integers"):
+        sharded_attention(q, k, v, mesh=mesh, spec=TOKENS, segment_ids=ids)
+    with pytest.raises(ShapeError, match=r"segment_ids must be \[B, T\], one per token; got \(24,\)"):
+        sharded_attention(q, k, v, mesh=mesh, spec=TOKENS, segment_ids=jnp.asarray(ids[0]))
+    with pytest.raises(PlanError, match="key_segment_ids must be left out"):
+        sharded_attention(
+            q, k, v, mesh=mesh, spec=TOKENS, segment_ids=jnp.asarray(ids), key_segment_ids=jnp.asarray(ids)
+        )
+    with pytest.raises(PlanError, match="axis_name must be left out of sharded_attention"):
+        sharded_attention(q, k, v, mesh=mesh, spec=TOKENS, axis_name="model")
+    with pytest.raises(DtypeError, match="x must be a jax array, as shard makes it"):
+        unshard(np.zeros((2, 24)), mesh=mesh, spec=TOKENS, seq_len=24)
+    for make in (partial(shard, q, mesh=mesh, spec=TOKENS), partial(positions, ring_size=4, seq_len=24)):
+        with pytest.raises(LayoutError, match=r"documents must be given to documentzigzag.*or Documents\(\[24\]\)"):
+            make(layout=DocumentZigzag())
+    with pytest.raises(ShapeError, match="dim must be one of x's"):
+        shard(q, mesh=mesh, spec=TOKENS, dim=-3)
     with pytest.raises(ShapeError, match="q must have 28 rows, or 25 in the order of ranks"):
         sharded_attention(q, k, v, mesh=mesh, spec=TOKENS, seq_len=25)
     with pytest.raises(ShapeError, match="x must have 28 rows"):

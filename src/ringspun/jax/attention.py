@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -135,8 +137,15 @@ def sharded_attention(
         raise ShapeError(f"q and k must have as many tokens; got {rows} and {k.shape[1]}. Others: ring_attention.")
     seq_len = rows if seq_len is None else inputs.checked_length("seq_len", seq_len)
     axis, size = ring_axis(mesh, spec, 1)
-    if len(spec) > 3 and spec[3] is not None:
-        raise PlanError(f"spec must leave the size of heads whole, P(batch, ring, heads); got {spec}.")
+    inputs.check_cuts(mesh, spec, {"q": q, "k": k})
+    inputs.check_terms(q.shape[2], sinks, bias)
+    for name, instead in (
+        ("axis_name", "spec names it"),
+        ("key_segment_ids", "keys have the documents of segment_ids"),
+    ):
+        if name in options:
+            raise PlanError(f"{name} must be left out of sharded_attention; {instead}.")
+    inputs.checked_segments(q, k, segment_ids, None)
     deal = deal_of(layout, size, seq_len, mask=mask)
     fill = rows != deal.rows  # S rows, one shard after the other, of different sizes
     if fill and rows != seq_len:
@@ -145,14 +154,6 @@ def sharded_attention(
             f"by {layout}; got {rows}. Make shards by ringspun.jax.shard."
         )
 
-    def attend_on_ranks(given: dict[str, Any]) -> Any:
-        slopes = given.pop("slopes", None)
-        return ring_attention(
-            **given, axis_name=axis, mask=mask, layout=layout, seq_len=seq_len, return_lse=True,
-            bias=None if slopes is None else Alibi(slopes), **options,
-        )  # fmt: skip
-
-    inputs.check_terms(q.shape[2], sinks, bias)
     per_token, of_tokens, of_heads = PartitionSpec(*spec[:3]), PartitionSpec(*spec[:2]), PartitionSpec(*spec[2:3])
     slopes = None if bias is None else bias.slopes
     arrays = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks, "slopes": slopes}
@@ -161,10 +162,28 @@ def sharded_attention(
     if fill:
         arrays = {name: padded(x, deal) if specs[name] != of_heads else x for name, x in arrays.items()}
     arrays = {name: place(x, mesh, specs[name]) for name, x in arrays.items()}
-    on_ranks = jax.shard_map(
-        attend_on_ranks, mesh=mesh, in_specs=({name: specs[name] for name in arrays},), out_specs=(per_token, per_token)
-    )
+    options |= {"axis_name": axis, "mask": mask, "layout": layout, "seq_len": seq_len}
+    try:
+        on_ranks = _on_ranks(mesh, per_token, tuple((name, specs[name]) for name in arrays), **options)
+    except TypeError:  # an option without a hash; ring_attention says what is wrong with it
+        on_ranks = _on_ranks.__wrapped__(mesh, per_token, tuple((name, specs[name]) for name in arrays), **options)
     out, lse = on_ranks(arrays)
     if fill:
         out, lse = unpadded(out, deal), unpadded(lse, deal)
     return (out, lse) if return_lse else out
+
+
+@lru_cache(maxsize=256, typed=True)
+def _on_ranks(
+    mesh: Mesh, per_token: PartitionSpec, specs: tuple[tuple[str, PartitionSpec], ...], **options: Any
+) -> Callable[[dict[str, Array]], tuple[Array, Array]]:
+    """`ring_attention` on the devices of a mesh. Kept, for without a jit around it each call would compile anew."""
+
+    def attend_on_ranks(given: dict[str, Any]) -> Any:
+        slopes = given.pop("slopes", None)
+        return ring_attention(**given, bias=None if slopes is None else Alibi(slopes), return_lse=True, **options)
+
+    run: Callable[[dict[str, Array]], tuple[Array, Array]] = jax.jit(
+        jax.shard_map(attend_on_ranks, mesh=mesh, in_specs=(dict(specs),), out_specs=(per_token, per_token))
+    )
+    return run

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
 from ringspun.core.host import is_integer
 from ringspun.errors import DtypeError, PlanError, ShapeError
@@ -92,6 +93,25 @@ def check_floats(name: str, x: Any) -> None:
         raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16; got {x.dtype}.")
 
 
+def check_cuts(mesh: Mesh, spec: PartitionSpec, arrays: dict[str, Any]) -> None:
+    """Raise unless a spec cuts the batch and the heads of global arrays ``[B, N, H, D]`` evenly, and nothing behind.
+
+    Raises:
+        PlanError, ShapeError: naming the array and the axis.
+    """
+    if any(axis is not None for axis in spec[3:]):
+        raise PlanError(f"spec must leave the size of heads whole, P(batch, ring, heads); got {spec}.")
+    for dim, what in ((0, "a batch"), (2, "heads")):
+        axis = spec[dim] if dim < len(spec) else None
+        count = math.prod(mesh.shape.get(name, 1) for name in (axis if isinstance(axis, tuple) else (axis,)))
+        for name, x in arrays.items():
+            if x.shape[dim] % count:
+                raise ShapeError(
+                    f"{name} must have {what} that the {count} devices of {axis!r} divide; got shape {x.shape}. Take "
+                    "another spec, or repeat key heads: jnp.repeat(k, n, axis=2)."
+                )
+
+
 def check_rows(plan: Plan, q: Any, k: Any) -> None:
     """Raise `ShapeError` unless q and k are shards of the plan."""
     for name, x, held in (("q", q, plan.tables.queries), ("k and v", k, plan.tables.keys)):
@@ -154,7 +174,7 @@ def _check_per_head(name: str, x: Any, heads: int) -> None:
 
 
 def checked_segments(q: Any, k: Any, segments: Any, key_segments: Any) -> tuple[Any, Any]:
-    """Segment ids of queries and keys as int32, or None and None.
+    """Segment ids of queries and keys, or None and None.
 
     Raises:
         ShapeError, DtypeError, PlanError: naming the argument.
@@ -175,4 +195,6 @@ def checked_segments(q: Any, k: Any, segments: Any, key_segments: Any) -> tuple[
             )
         if x.shape != like.shape[:2]:
             raise ShapeError(f"{name} must be [B, T], one per token; got {x.shape} for {like.shape[:2]}.")
-    return segments.astype(jnp.int32), key_segments.astype(jnp.int32)
+    if segments.dtype != key_segments.dtype:  # a cast could make two of them one
+        raise DtypeError(f"key_segment_ids must be {segments.dtype}, as segment_ids; got {key_segments.dtype}.")
+    return segments, key_segments

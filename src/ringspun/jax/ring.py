@@ -24,9 +24,9 @@ AxisName = str | tuple[str, ...] | None
 X = TypeVar("X")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Job:
-    """What a program is made for; what it reads is in `Operands`. Hashable by identity, a static argument.
+    """What a program is made for; what it reads is in `Operands`. A static argument: equal ones share a program.
 
     Args:
         ring_size: R. moves: by how many ranks blocks move before each hop. is_even: whether all rows hold a token.
@@ -53,9 +53,11 @@ class Operands(NamedTuple):
     k_segments: Array | None = None
 
 
+@partial(jax.jit, static_argnums=0)  # of the second call on, one without a jit around it compiles nothing
 def attend(job: Job, given: Operands) -> tuple[Array, Array]:
     """``(out [B, T, H, Dv], lse [B, T, H])`` of local queries over the keys of the ring; differentiable."""
-    axes = _axes(job.axis_name).union(*map(_known, jax.tree.leaves(given)))
+    of_shard_map = frozenset(jax.sharding.get_abstract_mesh().manual_axes)  # an axis of vmap is none
+    axes = (_axes(job.axis_name) & of_shard_map).union(*map(_known, jax.tree.leaves(given)))
     # an input that is the same on several ranks gets the sum of their gradients: what pcast does in reverse
     found: tuple[Array, Array] = _attend(job, jax.tree.map(lambda x: _varying(x, axes), given))
     return found
@@ -94,7 +96,7 @@ def _forward(job: Job, given: Operands) -> tuple[Array, Array]:
         lse = whole
     if not job.is_even:
         lse = jnp.where(given.tables.queries.real(rank, call.rows), lse, -jnp.inf)
-    return _as_given(out).astype(given.q.dtype), jnp.moveaxis(lse, 3, 1).reshape(lse.shape[0], lse.shape[3], -1)
+    return _as_given(out).astype(given.q.dtype), _as_given(lse[..., None])[..., 0]
 
 
 def _backward(job: Job, kept: tuple[Any, ...], incoming: tuple[Array, Array]) -> tuple[Operands]:
@@ -233,7 +235,7 @@ def _to_heads(x: Array, call: Call) -> Array:
 def _as_given(x: Array) -> Array:
     """``[B, K, G, T, D]`` as ``[B, T, H, D]``."""
     x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[-1])
 
 
 def _axes(axis_name: AxisName) -> frozenset[Any]:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Documents, Mask
 from ringspun.core.partition import Partition
 from ringspun.core.text import shown
-from ringspun.errors import LayoutError, PlanError, ShapeError
+from ringspun.errors import DtypeError, LayoutError, PlanError, ShapeError
 from ringspun.jax.plan import sides_of
 
 NO_TOKEN = -1
@@ -62,15 +62,16 @@ def shard(
     Args:
         x: the whole sequence, S tokens along `dim`, as every process has it.
         mesh: of the devices. spec: of `x`; its entry for `dim` is the ring's axis.
-        layout: default `Contiguous()`. documents: for layouts that read them. dim: of tokens.
+        layout: default `Contiguous()`. documents: those of the mask, for layouts that read them. dim: of tokens.
         fill: what stands in rows that hold no token, where shards would be of different sizes.
     Returns:
         ``R * T`` rows along `dim`, where T is the size of the largest shard.
     Raises:
         ShapeError, PlanError, LayoutError: a dim, spec or layout that does not fit.
     """
+    seq_len = _length(x, dim)
     _, size = ring_axis(mesh, spec, dim)
-    deal = deal_of(layout, size, _length(x, dim), documents=documents)
+    deal = deal_of(layout, size, seq_len, documents=documents)
     if isinstance(x, Array):
         return place(_taken(x, deal.tokens, dim, fill), mesh, spec)
     host = np.asarray(x)
@@ -94,9 +95,12 @@ def unshard(
     Args:
         seq_len: S (tokens). The others: as in `shard`.
     """
+    if not isinstance(x, Array):
+        raise DtypeError(f"x must be a jax array, as shard makes it; got {type(x).__name__}. Write jnp.asarray(x).")
+    held = _length(x, dim)
     _, size = ring_axis(mesh, spec, dim)
     deal = deal_of(layout, size, seq_len, documents=documents)
-    if _length(x, dim) != deal.rows:
+    if held != deal.rows:
         raise ShapeError(f"x must have {deal.rows} rows in dim {dim} for {seq_len} tokens; got shape {x.shape}.")
     rows = np.empty(seq_len, np.int64)
     rows[deal.tokens[deal.real]] = deal.real
@@ -132,10 +136,20 @@ def positions(
 def deal_of(
     layout: Layout | None, size: int, seq_len: int, *, documents: Documents | None = None, mask: Mask | None = None
 ) -> Deal:
-    """Where the tokens of a sequence stand. `mask`: its documents are taken where none are given."""
+    """Where the tokens of a sequence stand. `mask`: its documents are taken where none are given.
+
+    Raises:
+        LayoutError: what is no layout; one that reads documents, without them or a mask. Shards that leave them out
+            would be dealt otherwise than attention takes them, in as many rows.
+    """
     layout = Contiguous() if layout is None else layout
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, e.g. Zigzag(); got {shown(layout)}.")
+    if layout.reads_documents and documents is None and mask is None:
+        raise LayoutError(
+            f"documents must be given to {layout}, which deals by them; got none. Give those of the mask, or "
+            f"Documents([{seq_len}]) where it has none."
+        )
     return _deal(sides_of(layout, size, seq_len, documents=documents, mask=mask).queries)
 
 
@@ -153,7 +167,7 @@ def padded(x: Array, deal: Deal, dim: int = 1) -> Array:
     """Shards of different sizes, one after the other, filled up."""
     rows = np.full(deal.rows, NO_TOKEN, np.int64)
     rows[deal.real] = np.arange(len(deal.real))
-    return _taken(x, rows, dim, -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0)
+    return _taken(x, rows, dim, 0)
 
 
 def unpadded(x: Array, deal: Deal, dim: int = 1) -> Array:
@@ -167,6 +181,8 @@ def ring_axis(mesh: Mesh, spec: PartitionSpec, dim: int) -> tuple[str | tuple[st
     Raises:
         PlanError: none.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise PlanError(f"mesh must be a jax.sharding.Mesh, e.g. jax.make_mesh((4,), ('ring',)); got {shown(mesh)}.")
     axis = spec[dim] if isinstance(spec, PartitionSpec) and len(spec) > dim else None
     names = axis if isinstance(axis, tuple) else (axis,)
     if not all(name in mesh.shape for name in names):
@@ -182,9 +198,17 @@ def place(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
     sharding = NamedSharding(mesh, spec)
     if not isinstance(x, jax.core.Tracer):
         return x if x.sharding == sharding else jax.device_put(x, sharding)
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if explicit:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, _of_axes(spec, explicit)))
+    others = set(mesh.axis_names) - explicit
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _of_axes(spec, others))) if others else x
+
+
+def _of_axes(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
+    """What `spec` says of some axes of a mesh."""
+    parts = (() if part is None else (part,) if isinstance(part, str) else part for part in spec)
+    return PartitionSpec(*(tuple(name for name in part if name in names) or None for part in parts))
 
 
 def _gathered(x: Array, mesh: Mesh, spec: PartitionSpec, dim: int) -> Array:
@@ -192,10 +216,22 @@ def _gathered(x: Array, mesh: Mesh, spec: PartitionSpec, dim: int) -> Array:
     return place(x, mesh, PartitionSpec(*(None if n == dim else axis for n, axis in enumerate(spec))))
 
 
+def _gathered_by_type(x: Array, dim: int) -> Array:
+    """`x` no longer cut along `dim` by an explicit axis, of which jax takes no rows; whatever mesh it is of."""
+    cut = jax.typeof(x).sharding
+    if dim >= len(cut.spec) or cut.spec[dim] is None:
+        return x
+    whole = PartitionSpec(*(None if n == dim else axis for n, axis in enumerate(cut.spec)))
+    if isinstance(x, jax.core.Tracer):
+        return jax.sharding.reshard(x, NamedSharding(cut.mesh, whole))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, whole))  # type: ignore[attr-defined]
+
+
 def _taken(x: Array, rows: NDArray[np.int64], dim: int, fill: Any) -> Array:
     """Rows of `x` along `dim`, `fill` where there is none."""
     if len(rows) == x.shape[dim] and (rows == np.arange(len(rows))).all():
         return x
+    x = _gathered_by_type(x, dim)
     taken = jnp.take(x, np.maximum(rows, 0), axis=dim, unique_indices=False, indices_are_sorted=False)
     there = (rows != NO_TOKEN).reshape(-1, *[1] * (x.ndim - dim - 1))
     return taken if there.all() else jnp.where(there, taken, jnp.asarray(fill, x.dtype))

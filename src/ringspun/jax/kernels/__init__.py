@@ -17,6 +17,8 @@ def choose(kernels: tuple[Kernel, ...], call: Call) -> Kernel:
     """
     reasons = []
     for kernel in kernels:
+        if not isinstance(kernel, Kernel):
+            raise KernelRefused(f"kernel must be a Kernel, e.g. Xla(block_size), or None; got {kernel!r}.")
         reason = kernel.refuses(call)
         if reason is None:
             return kernel
