@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ringspun.cli.options import integers, one_of, split_list
+from ringspun.cli.options import FRAMEWORKS, integers, one_of, refuse_with_jax, split_list
 from ringspun.cli.suite import DRIVERS, Stages, run_suite
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Mask
@@ -29,7 +29,6 @@ from ringspun.testing.yardstick import DTYPES, rounded
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 SUITES = ("full",)
 BF16_SEEDS = 4
-FRAMEWORKS = ("torch", "jax")
 DEVICES = "devices"
 """What stands for the driver of jax."""
 MOST_RANKS = {"loopback": 4096, "gloo": 64, DEVICES: 64}
@@ -73,7 +72,7 @@ def check(
         one_case_each = {"mask": mask, "seq-len": seq_len, "failures-only": failures_only or None}
         _refuse(one_case_each if suite else {"property": properties}, "without" if suite else "with")
         if one_of("framework", framework, FRAMEWORKS) == "jax":
-            _refuse_with_jax({"driver": driver, "suite": suite})
+            refuse_with_jax({"driver": driver, "suite": suite})
             drivers: tuple[str, ...] = (DEVICES,)
         elif driver is None and suite:
             drivers = DRIVERS
@@ -103,13 +102,6 @@ def _refuse(options: Mapping[str, object], word: str) -> None:
         if value is not None:
             other = "with" if word == "without" else "without"
             raise ValueError(f"{name} must be used {word} --suite; got it {other} it.")
-
-
-def _refuse_with_jax(options: Mapping[str, object]) -> None:
-    """Refuse options that jax does not know."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name} must be left out with --framework jax; got {value}.")
 
 
 def _make_devices(count: int) -> None:
