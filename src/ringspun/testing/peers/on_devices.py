@@ -161,17 +161,17 @@ def as_torch(attend: Attend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of jax arrays as one of tensors, through which autograd goes; both directions are compiled."""
     import jax
 
-    forward, backward = jax.jit(partial(jax.vjp, attend)), jax.jit(lambda pull, dout: pull(dout))
+    run, run_back = jax.jit(partial(jax.vjp, attend)), jax.jit(lambda pull, dout: pull(dout))
 
     class Both(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            out, ctx.pull = forward(*map(_to_jax, inputs))
+            out, ctx.pull = run(*map(_to_jax, inputs))
             return _to_torch(out)
 
         @staticmethod
         def backward(ctx: Any, *incoming: Tensor) -> Any:
-            return tuple(map(_to_torch, backward(ctx.pull, _to_jax(incoming[0]))))
+            return tuple(map(_to_torch, run_back(ctx.pull, _to_jax(incoming[0]))))
 
     def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = Both.apply(q, k, v)  # type: ignore[no-untyped-call]
