@@ -75,7 +75,9 @@ def test_M13_negative_ids_are_padding_and_a_mask_of_bools_is_refused():
     by_mask = on_ranks(partial(ring, mask=Documents([6])), q, k, v)
     heads = [np.swapaxes(x, 1, 2)[:, :, :6] for x in (q, k, v)]
     for found in (by_ids, by_mask):
-        np.testing.assert_allclose(np.swapaxes(found, 1, 2)[:, :, :6], attention(*heads)[0], atol=1e-12)
+        np.testing.assert_allclose(
+            np.swapaxes(found, 1, 2)[:, :, :6], attention(*heads, allowed=np.ones((6, 6), bool))[0], atol=1e-12
+        )
         assert not found[:, 6:].any()
     with pytest.raises(
         DtypeError, match=r"segment_ids must be a jax array of integers.*negative for padding; got bool"

@@ -53,7 +53,7 @@ def test_bench_times_devices(mask, alone):
     assert (
         0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"] and row["ring_s"] > 0 and row["utilisation"] is None
     )
-    assert row["hops"] == 1 and row["sent_bytes"] == 16 * 1 * (8 + 8) * (2 + 2 + 4)  # 15 tokens in 16 rows
+    assert row["hops"] == 1 and row["sent_bytes"] == 15 * 1 * (8 + 8) * (2 + 2 + 4)
 
 
 @pytest.mark.parametrize("option", [("route", "direct"), ("block-size", "4"), ("ulysses", "2"), ("links", "file")])

@@ -120,8 +120,11 @@ def test_forward_needs_hardly_more_than_the_smallest_scan_and_tail():
     def smallest(x):
         q = jnp.moveaxis(x, 2, 1)
         kv = jnp.concatenate([q, q], -1)
-        start = jnp.zeros((1, heads, rows, size)), jnp.full((1, heads, rows), -jnp.inf), jnp.zeros((1, heads, rows))
-        sums = jax.tree.map(lambda y: lax.pcast(y, "ring", to="varying"), start)
+        top = jnp.full((1, heads, rows), -jnp.inf, x.dtype)
+        start = jnp.zeros_like(q), top, jnp.zeros_like(top)
+        sums = jax.tree.map(
+            lambda y: y if jax.typeof(y).manual_axis_type.varying else lax.pcast(y, "ring", to="varying"), start
+        )
 
         def compute(kv, sums):
             def step(n, sums):

@@ -24,7 +24,7 @@ def published(q: Array, k: Array, v: Array, chunk: int) -> Array:
 
 def _forward(q: Array, k: Array, v: Array, chunk: int) -> tuple[Array, tuple[Array, ...]]:
     batch, rows, heads, _ = q.shape
-    top = jnp.full((rows // chunk, batch, heads, chunk), -jnp.inf)
+    top = jnp.full((rows // chunk, batch, heads, chunk), -jnp.inf, q.dtype)
     start = _varying((jnp.zeros_like(_cut(q, chunk)), jnp.zeros_like(top), top))
 
     def hop(carry: Any, number: Array) -> Any:

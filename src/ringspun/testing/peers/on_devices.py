@@ -63,7 +63,7 @@ class OfDevices(Peer):
         make_devices(MOST_DEVICES)
         mesh, layout = ring_mesh(work.ranks), self.layout(work)
         positions = np.concatenate([dealt(layout, work, rank) for rank in range(work.ranks)])
-        return Ready(positions, as_torch(self.on_mesh(work, mesh)), by_token=True, seen_by_torch=False)
+        return Ready(positions, as_torch(self.on_mesh(work, mesh), mesh), by_token=True, seen_by_torch=False)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _on_shards(mesh: Any, attend: Attend, *, check: bool = True) -> Attend:
     return mapped
 
 
-def as_torch(attend: Attend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def as_torch(attend: Attend, mesh: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of jax arrays as one of tensors, through which autograd goes; both directions are compiled."""
     import jax
 
@@ -166,12 +166,12 @@ def as_torch(attend: Attend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     class Both(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            out, ctx.pull = run(*map(_to_jax, inputs))
+            out, ctx.pull = run(*(_to_jax(x, mesh) for x in inputs))
             return _to_torch(out)
 
         @staticmethod
         def backward(ctx: Any, *incoming: Tensor) -> Any:
-            return tuple(map(_to_torch, run_back(ctx.pull, _to_jax(incoming[0]))))
+            return tuple(map(_to_torch, run_back(ctx.pull, _to_jax(incoming[0], mesh))))
 
     def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = Both.apply(q, k, v)  # type: ignore[no-untyped-call]
@@ -180,10 +180,13 @@ def as_torch(attend: Attend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return of_tensors
 
 
-def _to_jax(x: Tensor) -> Any:
+def _to_jax(x: Tensor, mesh: Any) -> Any:
+    """On the mesh: cut along tokens, or whole on every device where that leaves a rest."""
     import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    return jax.dlpack.from_dlpack(x.detach().contiguous())
+    spec = PartitionSpec(None, mesh.axis_names) if x.shape[1] % mesh.size == 0 else PartitionSpec()
+    return jax.device_put(jax.dlpack.from_dlpack(x.detach().contiguous()), NamedSharding(mesh, spec))
 
 
 def _to_torch(x: Any) -> Tensor:
