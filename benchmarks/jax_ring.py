@@ -4,7 +4,7 @@
         python benchmarks/jax_ring.py --seq-len 16384
 
 Each round times every candidate once, in turn; shown are medians, and medians of the ratios to the first. `published`
-is `jax_published.py`; "contiguous causal" the same ring with this package's kernel.
+is `ringspun.testing.peers.jax_published`; "contiguous causal" the same ring with this package's kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_published import published
 from ringspun import Causal, Contiguous, Documents, Full, Window, Zigzag
 from ringspun.core import regions
 from ringspun.jax import Xla, ring_attention
 from ringspun.testing.cases import LONG_TAILED
+from ringspun.testing.peers.jax_published import published
 
 TOKENS = PartitionSpec(None, "ring")
 

@@ -19,13 +19,13 @@ from ringspun.cli import (
     bench_strategies,
 )
 from ringspun.cli.measured import BYTES, MOST_RANKS, attention_work, described, measured_rows, route_in_blocks
-from ringspun.cli.options import bounded, integers
+from ringspun.cli.options import FRAMEWORKS, bounded, integers, one_of, refuse_with_jax
 from ringspun.core.host import cores
 from ringspun.core.links import Links
 from ringspun.errors import RingspunError
 
 if TYPE_CHECKING:
-    from ringspun.testing.timing import Work
+    from ringspun.testing.work import Work
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 PAYS = 1.05
@@ -56,37 +56,48 @@ def ring(
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     mask: Annotated[str, typer.Option(help="Mask.")] = "causal",
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
-    route: Annotated[str, typer.Option(help="Route.")] = "ring",
+    route: Annotated[str | None, typer.Option(help="Route; default 'ring'.")] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Most tokens of a travelling block; default: whole shards.")
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma list.")] = "1",
-    ulysses: Annotated[str, typer.Option(help="Of the ranks, how many split heads; comma list.")] = "1",
+    ulysses: Annotated[
+        str | None, typer.Option(help="Of the ranks, how many split heads, comma list; default 1.")
+    ] = None,
     pairs: Annotated[int, typer.Option(help="Timed pairs, at least 9.")] = 11,
     sweep: Annotated[
         bool, typer.Option(help="Of ascending lengths, stop at the first from which a ring pays.")
     ] = False,
     links: Annotated[str | None, typer.Option(help="A file of `bench links`: how much of them was used.")] = None,
+    framework: Annotated[
+        str, typer.Option(help="'torch', or 'jax': a ring of this process's devices beside one of them.")
+    ] = "torch",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """A ring of local processes beside one process with all cores: the same forward + backward, in turn in one run.
 
+    With --framework jax, a ring of devices of this process beside one of them; of a CPU they share all cores.
+
     With --sweep, a ring pays where it takes at most 1.05 times as long (the whole interval says so), for each rank
     holds 1/R of the sequence only.
     """
-    found = None if links is None else _links(links)
+    found = None if links is None or framework == "jax" else _links(links)
 
     def wanted() -> list[list[Work]]:
         bounded("pairs", pairs, least=9)
+        if one_of("framework", framework, FRAMEWORKS) == "jax":
+            refuse_with_jax({"route": route, "block-size": block_size, "ulysses": ulysses, "links": links})
         shape = (heads, heads if kv_heads is None else kv_heads, head_size, dtype)
-        used = route_in_blocks(route, block_size)
+        used = route_in_blocks(route or "ring", block_size)
         lengths, sizes = integers("seq-len", seq_len, least=1), integers("ranks", ranks, least=1, most=MOST_RANKS)
-        batches, degrees = integers("batch", batch, least=1), integers("ulysses", ulysses, least=1)
+        batches, degrees = integers("batch", batch, least=1), integers("ulysses", ulysses or "1", least=1)
         asked = [(r, u, b) for b in batches for r in sizes for u in degrees]
 
         def works(r: int, u: int, b: int) -> list[Work]:
             return [attention_work(r, s, shape, mask, layout, used, b, u) for s in sorted(lengths)]
 
+        if framework == "jax":
+            _make_devices(max(sizes))
         if sweep:
             return [works(*one) for one in asked]
         return [[work] for one in asked for work in works(*one)]
@@ -94,7 +105,7 @@ def ring(
     def measured(works: list[Work]) -> list[dict[str, Any]]:
         rows = []
         for work in works:
-            rows.append({**_measure(work, pairs), **_utilisation(work, found)})
+            rows.append(_on_devices(work, pairs) if framework == "jax" else _on_ranks(work, pairs, found))
             rows[-1]["utilisation"] = rows[-1].pop("least_s", 0.0) / rows[-1]["ring_s"] if found else None
             if sweep and rows[-1]["ratio_high"] <= PAYS:
                 break
@@ -154,12 +165,27 @@ def _utilisation(work: Work, links: Links | None) -> dict[str, Any]:
     return {"sent_bytes": sent, "hops": hops, "least_s": sent / links.near.peak if links else 0.0}
 
 
-def _measure(work: Work, pairs: int) -> dict[str, Any]:
+def _make_devices(count: int) -> None:
+    from ringspun.testing.jax import make_devices
+
+    make_devices(count)
+
+
+def _on_devices(work: Work, pairs: int) -> dict[str, Any]:
+    from ringspun.testing.jax_timing import sent, time_in_turn, version
+
+    ring_s, alone_s, alone_is = time_in_turn(work, pairs)
+    # all devices of a process share its threads
+    told = {"alone": alone_is, "threads_per_rank": None, "cores": cores(), "jax": version()}
+    return {**_compared(work, ring_s, alone_s), **told, **sent(work)}
+
+
+def _on_ranks(work: Work, pairs: int, links: Links | None) -> dict[str, Any]:
     """Warm both once, then time them in turn."""
     import torch
 
     from ringspun.testing.pool import RankPool
-    from ringspun.testing.timing import paired_ratio, threads_per_rank, time_alone, time_on_rank
+    from ringspun.testing.timing import threads_per_rank, time_alone, time_on_rank
 
     limit_s = 600.0
     with RankPool(work.ranks) as pool:
@@ -169,6 +195,15 @@ def _measure(work: Work, pairs: int) -> dict[str, Any]:
         for _ in range(pairs):
             ring_s.append(max(times[0] for times in pool.run(time_on_rank, work, 1, timeout_s=limit_s)))
             alone_s.append(time_alone(work, 1)[0][0])
+    told = {"alone": alone_is, "threads_per_rank": threads_per_rank(work.ranks), "cores": cores()}
+    versions = {"torch": str(torch.__version__)}
+    return {**_compared(work, ring_s, alone_s), **told, **versions, **_utilisation(work, links)}
+
+
+def _compared(work: Work, ring_s: list[float], alone_s: list[float]) -> dict[str, Any]:
+    """The work, and the ratio of its pairs."""
+    from ringspun.testing.work import paired_ratio
+
     ratio = paired_ratio(ring_s, alone_s)
     return {
         **described(work),
@@ -176,11 +211,7 @@ def _measure(work: Work, pairs: int) -> dict[str, Any]:
         "ratio_low": ratio.low,
         "ratio_high": ratio.high,
         "interval": ratio.level,
-        "pairs": pairs,
+        "pairs": len(ring_s),
         "ring_s": median(ring_s),
         "alone_s": median(alone_s),
-        "alone": alone_is,
-        "threads_per_rank": threads_per_rank(work.ranks),
-        "cores": cores(),
-        "torch": str(torch.__version__),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import sys
@@ -14,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ringspun.cli.options import integers, one_of, split_list
-from ringspun.cli.suite import DRIVERS, Stages, run_suite
+from ringspun.cli.options import FRAMEWORKS, integers, one_of, refuse_with_jax, split_list
+from ringspun.cli.suite import DEVICES, DRIVERS, Stages, framework_version, run_suite
 from ringspun.core.layout import Layout
 from ringspun.core.mask import Mask
 from ringspun.core.text import parse_layout, parse_mask
@@ -29,9 +28,6 @@ from ringspun.testing.yardstick import DTYPES, rounded
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 SUITES = ("full",)
 BF16_SEEDS = 4
-FRAMEWORKS = ("torch", "jax")
-DEVICES = "devices"
-"""What stands for the driver of jax."""
 MOST_RANKS = {"loopback": 4096, "gloo": 64, DEVICES: 64}
 LONGEST_DENSE = 16_384
 """Longest sequence of the float64 oracle, which holds a score for every pair of tokens."""
@@ -73,7 +69,7 @@ def check(
         one_case_each = {"mask": mask, "seq-len": seq_len, "failures-only": failures_only or None}
         _refuse(one_case_each if suite else {"property": properties}, "without" if suite else "with")
         if one_of("framework", framework, FRAMEWORKS) == "jax":
-            _refuse_with_jax({"driver": driver, "suite": suite})
+            refuse_with_jax({"driver": driver})
             drivers: tuple[str, ...] = (DEVICES,)
         elif driver is None and suite:
             drivers = DRIVERS
@@ -103,13 +99,6 @@ def _refuse(options: Mapping[str, object], word: str) -> None:
         if value is not None:
             other = "with" if word == "without" else "without"
             raise ValueError(f"{name} must be used {word} --suite; got it {other} it.")
-
-
-def _refuse_with_jax(options: Mapping[str, object]) -> None:
-    """Refuse options that jax does not know."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name} must be left out with --framework jax; got {value}.")
 
 
 def _make_devices(count: int) -> None:
@@ -278,11 +267,7 @@ def _report(driver: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         "passed": passed,
         "driver": driver,
         "python": sys.version.split()[0],
-        **_version("jax" if driver == DEVICES else "torch"),
+        **framework_version((driver,)),
         "worst_error": worst,
         "cases": results,
     }
-
-
-def _version(framework: str) -> dict[str, str]:
-    return {framework: str(importlib.import_module(framework).__version__)}

@@ -16,7 +16,7 @@ from ringspun.core.text import parse_layout, parse_mask, parse_route
 from ringspun.errors import RingspunError
 
 if TYPE_CHECKING:
-    from ringspun.testing.timing import Work
+    from ringspun.testing.work import Work
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -45,7 +45,7 @@ def attention_work(
     ulysses: int = 1,
 ) -> Work:  # fmt: skip
     """The work, if a ring can do it on this machine."""
-    from ringspun.testing.timing import Work
+    from ringspun.testing.work import Work
 
     heads, kv_heads, head_size, dtype = shape
     element = BYTES[one_of("dtype", dtype, tuple(BYTES))]

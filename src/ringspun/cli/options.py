@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+
+FRAMEWORKS = ("torch", "jax")
 
 
 def split_list(text: str) -> list[str]:
@@ -85,3 +88,10 @@ def tokens(text: str, *, least: int = 1) -> int:
     if not (least <= value < 1 << 48) or value != int(value):
         raise ValueError(f"tokens must be a whole number from {least} on (131072, 128K, 1M); got {text[:80]!r}.")
     return int(value)
+
+
+def refuse_with_jax(options: Mapping[str, object]) -> None:
+    """Refuse options that jax does not know."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} must be left out with --framework jax; got {value}.")

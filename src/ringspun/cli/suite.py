@@ -1,7 +1,9 @@
-"""`ringspun check --suite full`: the conformance suite on local rings, first in one thread, then over processes."""
+"""`ringspun check --suite full`: the conformance suite on local rings, first in one thread, then over processes; or on
+devices of JAX."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -24,6 +26,8 @@ from ringspun.testing.report import FAILED, PASSED, REFUSED, SHOWN_FINDINGS, Rep
 from ringspun.testing.suite import suite
 
 DRIVERS = ("loopback", "gloo")
+DEVICES = "devices"
+"""What stands for the driver of jax."""
 STAGE_TIMEOUT_S = 600.0
 SHOWN_FAILURES = 20
 
@@ -51,7 +55,7 @@ class Stages:
         """One after the other, those that share processes next to each other."""
         for driver in self.drivers:
             for size in self.ranks:
-                if driver == "loopback" or size > 1:
+                if driver != "gloo" or size > 1:
                     for layout in self.layouts:
                         yield from (Stage(driver, size, layout, dtype) for dtype in self.dtypes)
 
@@ -154,7 +158,7 @@ def run_suite(stages: Stages, *, as_json: bool) -> bool:
     """Run all stages and print what they came to; whether nothing failed."""
     console = Console()
     mine, machine = versions(), f"{platform.system()} {platform.machine()}"
-    made = {"ringspun": mine.pop("ringspun"), "torch": _torch_version(), **mine, "machine": machine}
+    made = {"ringspun": mine.pop("ringspun"), **framework_version(stages.drivers), **mine, "machine": machine}
     result = Result(stages, {p: {d: Tally() for d in stages.drivers} for p in stages.properties}, versions=made)
     begin = time.perf_counter()
     if not as_json:
@@ -188,8 +192,8 @@ class _Runner:
 
     def run(self, stage: Stage, properties: tuple[str, ...]) -> Report:
         """The report of one stage; over processes that of the first rank that is not content."""
-        if stage.driver == "loopback":
-            return _on_loopback(stage, properties)
+        if stage.driver in (DEVICES, "loopback"):
+            return (_on_devices if stage.driver == DEVICES else _on_loopback)(stage, properties)
         if stage.ranks not in self._pools:
             from ringspun.testing.pool import RankPool
 
@@ -205,6 +209,12 @@ def _on_loopback(stage: Stage, properties: tuple[str, ...]) -> Report:
 
     context = ContextParallel(Loopback(stage.ranks), layout=stage.layout)
     return certify(OnRing(context), dtype=stage.dtype, properties=properties)
+
+
+def _on_devices(stage: Stage, properties: tuple[str, ...]) -> Report:
+    from ringspun.testing.jax import OnDevices
+
+    return certify(OnDevices(stage.ranks, stage.layout), dtype=stage.dtype, properties=properties)
 
 
 def _on_rank(rank: int, stage: Stage, properties: tuple[str, ...]) -> Report:
@@ -273,7 +283,7 @@ def _nearest(worst: dict[str, Any]) -> str:
     return f"{worst['of_bar']:.2g}: {worst['tensor']}, {worst['stage'].partition(' ')[2]}"
 
 
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
+def framework_version(drivers: tuple[str, ...]) -> dict[str, str]:
+    """The framework that runs on these drivers, and its version."""
+    name = "jax" if DEVICES in drivers else "torch"
+    return {name: str(importlib.import_module(name).__version__)}

@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspun.core.host import cores
-from ringspun.core.layout import Contiguous, Layout
+from ringspun.core.layout import Contiguous
 from ringspun.core.mask import Causal, Full, Mask
-from ringspun.core.route import Ring, Route
+from ringspun.testing.work import Ratio, Work, paired_ratio, threads_per_rank
 from ringspun.torch import ContextParallel, Loopback, Plan
 from ringspun.torch.memory import peak_memory
 
-
-@dataclass(frozen=True)
-class Work:
-    """One attention call to time, forward + backward.
-
-    Args:
-        ranks: R. seq_len: S (tokens). heads, kv_heads, head_size: H, K, D. dtype: name.
-        mask, layout, checks, route, backward: of the ring. batch: B. ulysses: of the ranks, how many split heads.
-    """
-
-    ranks: int
-    seq_len: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: str
-    mask: Mask
-    layout: Layout
-    batch: int = 1
-    checks: str = "header"
-    route: Route = field(default_factory=Ring)
-    backward: Literal["auto", "keys", "queries"] = "keys"
-    ulysses: int = 1
-
-
-def threads_per_rank(ranks: int) -> int:
-    """Threads of each of `ranks` processes on this machine."""
-    return max(1, cores() // ranks)
+__all__ = [
+    "Ratio",
+    "Work",
+    "paired_ratio",
+    "peak_on_rank",
+    "plan_on_rank",
+    "second_run",
+    "threads_per_rank",
+    "time_alone",
+    "time_on_rank",
+]
 
 
 def time_on_rank(ring_rank: int, work: Work, repeats: int) -> list[float]:
@@ -126,26 +105,3 @@ def _once_dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> fl
     out = scaled_dot_product_attention(q, k, v, is_causal=isinstance(mask, Causal), enable_gqa=grouped)
     torch.autograd.grad(out, (q, k, v), dout)
     return time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of paired times.
-
-    Args:
-        median: of the pairs' ratios. low, high: its bootstrap interval. level: of the interval.
-    """
-
-    median: float
-    low: float
-    high: float
-    level: float = 0.9
-
-
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, samples: int = 2000, level: float = 0.9) -> Ratio:
-    """Median of ``ours / theirs`` over pairs, with the bootstrap interval of that median."""
-    ratios = np.asarray(ours) / np.asarray(theirs)
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(ratios, (samples, len(ratios))), axis=1)
-    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
-    return Ratio(float(np.median(ratios)), float(low), float(high), level)

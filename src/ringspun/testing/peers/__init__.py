@@ -5,6 +5,7 @@
     torch_ring.py  torch's private ring templates, both ways to rotate
     exchanges.py   DeepSpeed's Ulysses and yunchang's all-to-all, around torch's attention
     lucidrains.py  ring_attention_pytorch
+    on_devices.py  in JAX, each a ring of one process's devices: ours, the published ring (jax_published.py), ejkernel's
     whole.py       torch's attention in one process
     absent.py      what cannot run here, by name
     rows.py        the table of what is compared
@@ -23,6 +24,7 @@ from ringspun.testing.peers.absent import Absent
 from ringspun.testing.peers.base import Peer
 from ringspun.testing.peers.exchanges import DeepSpeed, Yunchang
 from ringspun.testing.peers.lucidrains import Lucidrains
+from ringspun.testing.peers.on_devices import Ejkernel, JaxRing, Published
 from ringspun.testing.peers.own import Heads, Ring
 from ringspun.testing.peers.torch_ring import TorchRing
 from ringspun.testing.peers.whole import Alone
@@ -41,5 +43,8 @@ PEERS: tuple[Peer, ...] = (
         "picotron ring", why="on no package index; its ring calls torch.cuda.synchronize, so a CPU needs it patched"
     ),
     Alone(),
+    JaxRing(),
+    Published(),
+    Ejkernel(),
 )
 """In the order of the tables; the first is what the others are held against."""

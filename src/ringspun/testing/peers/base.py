@@ -30,12 +30,14 @@ class Ready:
         positions: global positions of the rank's tokens, in the order of its rows.
         attend: out of q, k, v, through which autograd goes; `by_token`: ``[B, T, H, D]``, else ``[B, H, T, D]``.
         sent_bytes: what this rank has sent so far, by the peer's own count; None: its collectives are counted.
+        seen_by_torch: whether its memory and messages are torch's; others are not counted.
     """
 
     positions: NDArray[np.int64]
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     by_token: bool = False
     sent_bytes: Callable[[], int] | None = None
+    seen_by_torch: bool = True
 
 
 @dataclass(frozen=True)

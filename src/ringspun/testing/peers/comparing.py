@@ -35,7 +35,7 @@ class Outcome:
         status: of that, "right", "wrong", "failed", or "long" for a sequence that it is not timed with; otherwise
             "refused" or "absent". words: why.
         errors: of out, dq, dk, dv, as `Judge.errors`. forward_s, both_s: seconds of each round, the slowest rank's.
-        peak_bytes, sent_bytes: of the rank that has most; sent None: not counted.
+        peak_bytes, sent_bytes: of the rank that has most; None: not counted.
     """
 
     peer: str
@@ -152,12 +152,14 @@ def _measured(entry: _Entry, pools: Pools) -> Outcome | _Entry:
         return found
     if not entry.backward:  # what was measured is forward + backward
         return entry
-    sent = [first.sent_bytes for first in found]
-    return replace(entry, outcome=replace(
-        entry.outcome,
-        peak_bytes=max(first.peak_bytes for first in found),
-        sent_bytes=None if None in sent else max(s for s in sent if s is not None),
-    ))  # fmt: skip
+    peak, sent = (_most([getattr(first, name) for first in found]) for name in ("peak_bytes", "sent_bytes"))
+    return replace(entry, outcome=replace(entry.outcome, peak_bytes=peak, sent_bytes=sent))
+
+
+def _most(counts: Sequence[int | None]) -> int | None:
+    """The largest, where every rank counted."""
+    known = [n for n in counts if n is not None]
+    return max(known) if len(known) == len(counts) else None
 
 
 def _attempt(entry: _Entry, pools: Pools, function: Callable[..., T], *args: Any) -> list[T] | Outcome:

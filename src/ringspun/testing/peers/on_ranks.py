@@ -25,10 +25,10 @@ class First:
     """The first call of a peer, on one rank.
 
     Args:
-        peak_bytes: above its inputs, of forward + backward. sent_bytes: None where it cannot be counted.
+        peak_bytes: above its inputs, of forward + backward. sent_bytes: either None where it cannot be counted.
     """
 
-    peak_bytes: int
+    peak_bytes: int | None
     sent_bytes: int | None
 
 
@@ -60,6 +60,8 @@ def first_on_rank(ring_rank: int, peer: Peer, work: Work) -> First:
     dist.barrier()
     with peak_memory() as peak, nullcontext() if ready.sent_bytes else traffic:
         torch.autograd.grad(ready.attend(q, k, v), (q, k, v), dout)
+    if not ready.seen_by_torch:
+        return First(None, None)
     sent = ready.sent_bytes() - before if ready.sent_bytes else traffic.bytes
     return First(peak.bytes, sent)
 

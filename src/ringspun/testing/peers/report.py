@@ -19,7 +19,8 @@ rank that has most; what gloo allocates in its own threads is not seen. Sent: by
 driver's count, headers and all, others by the arguments of their collectives. Errors: the largest over the tensor's
 largest entry, against dense float64, at the shorter length above, by the same code. A peer that is wrong is not timed
 as if right: where its `out` is right, its forward is. Instead of what a peer refuses, the nearest that it can do is
-judged and timed, in at most 3 rounds; its errors are then against that."""
+judged and timed, in at most 3 rounds; its errors are then against that. Peers in JAX are one process with as many
+devices as others have ranks, handing tensors over included; their memory and messages torch does not see."""
 
 
 def words_of(row: Row, tokens: int | None = None) -> str:

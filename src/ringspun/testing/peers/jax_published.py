@@ -1,11 +1,12 @@
 """The ring of arXiv 2310.01889 as published for JAX, restated: contiguous shards, R hops, chunks of queries by chunks
-of keys in scans, chunks of keys that lie ahead left out by a condition, everything in ``[B, T, H, D]``. A yardstick for
-`jax_ring.py`; its authors' package no longer imports on current releases.
+of keys in scans, chunks of keys that lie ahead left out by a condition, everything in ``[B, T, H, D]``. A yardstick;
+its authors' package no longer imports on current releases. Sums are in the inputs' dtype, as published.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +17,26 @@ AXIS = "ring"
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def published(q: Array, k: Array, v: Array, chunk: int) -> Array:
-    """Causal attention on one rank of a ring."""
-    return _forward(q, k, v, chunk)[0]
+    """Causal attention on one rank of a ring, equal heads, `chunk` tokens at a time."""
+    out: Array = _forward(q, k, v, chunk)[0]
+    return out
 
 
 def _forward(q: Array, k: Array, v: Array, chunk: int) -> tuple[Array, tuple[Array, ...]]:
     batch, rows, heads, _ = q.shape
-    top = jnp.full((rows // chunk, batch, heads, chunk), -jnp.inf)
+    top = jnp.full((rows // chunk, batch, heads, chunk), -jnp.inf, q.dtype)
     start = _varying((jnp.zeros_like(_cut(q, chunk)), jnp.zeros_like(top), top))
 
-    def hop(carry, number):
+    def hop(carry: Any, number: Array) -> Any:
         k, v, sums = carry
 
-        def of_queries(_, given):
+        def of_queries(_: Any, given: Any) -> Any:
             q, sums, i = given
 
-            def of_keys(sums, given):
+            def of_keys(sums: Any, given: Any) -> Any:
                 k, v, j = given
 
-                def attend(sums):
+                def attend(sums: Any) -> Any:
                     total, weight, top = sums
                     scores = _scores(q, k, i, j, number, rows, chunk)
                     higher = jnp.maximum(top, scores.max(-1))
@@ -58,23 +60,25 @@ def _backward(chunk: int, kept: tuple[Array, ...], dout: Array) -> tuple[Array, 
     q, k, v, out, lse = kept
     rows, scale = q.shape[1], q.shape[-1] ** -0.5
 
-    def hop(carry, number):
+    def hop(carry: Any, number: Array) -> Any:
         dq, dk, dv, k, v = carry
 
-        def of_queries(sums, given):
+        def of_queries(sums: Any, given: Any) -> Any:
             q, dq, dout, out, lse, i = given
             delta = jnp.einsum("bqhd,bqhd->bhq", dout, out)[..., None]
 
-            def of_keys(dq, given):
+            def of_keys(dq: Any, given: Any) -> Any:
                 k, v, j = given
 
-                def attend(dq):
+                def attend(dq: Any) -> Any:
                     p = jnp.exp(_scores(q, k, i, j, number, rows, chunk) - lse[..., None])
                     ds = p * (jnp.einsum("bqhd,bkhd->bhqk", dout, v) - delta) * scale
                     dk, dv = jnp.einsum("bhqk,bqhd->bkhd", ds, q), jnp.einsum("bhqk,bqhd->bkhd", p, dout)
                     return dq + jnp.einsum("bhqk,bkhd->bqhd", ds, k), dk, dv
 
-                none = lambda dq: (dq, jnp.zeros_like(k), jnp.zeros_like(v))  # noqa: E731
+                def none(dq: Any) -> Any:
+                    return dq, jnp.zeros_like(k), jnp.zeros_like(v)
+
                 dq, *shares = lax.cond(_behind(i, j, number, rows, chunk), attend, none, dq)
                 return dq, shares
 
@@ -125,6 +129,8 @@ def _on(x: Array) -> Array:
     return lax.ppermute(x, AXIS, [(i, (i + 1) % size) for i in range(size)])
 
 
-def _varying(x):
-    known = lambda y: AXIS in jax.typeof(y).manual_axis_type.varying  # noqa: E731
-    return jax.tree.map(lambda y: y if known(y) else lax.pcast(y, AXIS, to="varying"), x)
+def _varying(x: Any) -> Any:
+    def cast(y: Array) -> Any:
+        return y if AXIS in jax.typeof(y).manual_axis_type.varying else lax.pcast(y, AXIS, to="varying")
+
+    return jax.tree.map(cast, x)
