@@ -156,7 +156,7 @@ def test_bfloat16_is_no_farther_from_float64_than_twice_pytorchs_own(autocast: b
 
 def test_a_scaled_mean_in_float16_keeps_its_small_gradients() -> None:
     """A gradient scaler multiplies the loss; what float16 lost before that is not to be had again."""
-    tokens, size, entries, scale = 2048, 16, 1000, 2.0**12
+    tokens, size, entries, scale = 4096, 8, 5000, 2.0**12
     hidden, weight = random(tokens, size, seed=1), random(entries, size, seed=2) * 0.1
     labels = torch.arange(tokens) % entries
     wide = [x.half().double().requires_grad_() for x in (hidden, weight)]
