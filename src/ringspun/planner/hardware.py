@@ -32,8 +32,8 @@ Curve = tuple[Annotated[tuple[int, float], Strict(False)], ...]
 class LinkSpec(Entry):
     """One kind of link, from one device to another."""
 
-    bytes_per_s: float = Field(ge=1e3, le=1e21, description="Nominal, one way, of one link.")
-    latency_s: float = Field(ge=0, le=1e3, description="Of an empty message, its launch included.")
+    bytes_per_s: float = Field(ge=1e3, le=1e21, allow_inf_nan=False, description="Nominal, one way, of one link.")
+    latency_s: float = Field(ge=0, le=1e3, allow_inf_nan=False, description="Of an empty message, its launch included.")
     efficiency: Curve = Field(
         default=((1, 1.0),), strict=False, min_length=1, description="(message bytes, fraction of nominal), ascending."
     )
@@ -75,13 +75,15 @@ class Device(Entry):
 
     name: str = ""
     aliases: tuple[str, ...] = Field(default=(), strict=False)
-    flops: float = Field(ge=1e3, le=1e21, description="Peak FLOP/s, dense bfloat16.")
-    matmul_flops: float | None = Field(default=None, ge=1e3, description="FLOP/s that large matrix products reach.")
-    attention_flops: float | None = Field(
-        default=None, ge=1e3, description="FLOP/s that attention reaches on long slices."
+    flops: float = Field(ge=1e3, le=1e21, allow_inf_nan=False, description="Peak FLOP/s, dense bfloat16.")
+    matmul_flops: float | None = Field(
+        default=None, ge=1e3, allow_inf_nan=False, description="FLOP/s that large matrix products reach."
     )
-    memory_gib: float = Field(gt=0, le=1e6, description="Its memory (GiB).")
-    memory_bytes_per_s: float = Field(ge=1e3, le=1e21, description="How fast its memory is read.")
+    attention_flops: float | None = Field(
+        default=None, ge=1e3, allow_inf_nan=False, description="FLOP/s that attention reaches on long slices."
+    )
+    memory_gib: float = Field(gt=0, le=1e6, allow_inf_nan=False, description="Its memory (GiB).")
+    memory_bytes_per_s: float = Field(ge=1e3, le=1e21, allow_inf_nan=False, description="How fast its memory is read.")
     units: int = Field(default=1, gt=0, description="Parts that compute tiles side by side (SMs, CUs, MXUs).")
     near: str = Field(description="Name of the link inside a node.")
     far: str | None = Field(default=None, description="Name of the link between nodes.")
