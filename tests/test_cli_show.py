@@ -93,7 +93,10 @@ def test_files(tmp_path, ending):
         (["mask", "--mask", "causl"], "did you mean 'causal'"),
         (["mask", "--layout", "zigzg"], "did you mean 'zigzag'"),
         (["compare", "zigzag", "dirct"], "did you mean 'direct'"),
-        (["compare", "zigzag/striped"], "one layout and one route at most; got 'zigzag/striped', which has two layouts"),
+        (
+            ["compare", "zigzag/striped"],
+            "one layout and one route at most; got 'zigzag/striped', which has two layouts",
+        ),
         (["compare", "direct/zigzag/ring"], "which has two routes"),
         (["compare", "zigzg/ring"], "did you mean 'zigzag'"),
         (["schedule", "--route", "double_ring(3)"], "inner must divide the ring's 4 ranks"),

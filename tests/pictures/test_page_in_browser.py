@@ -212,7 +212,7 @@ def test_messages_that_are_not_listed_are_not_told_to_be_none(browser, shown, mo
     assert "too many to be listed" in browser.run("look.state()")["said"]
     shown([schedule.of(SCENES["one rank"])])
     state = browser.run("look.state()")
-    assert {row[4] for row in state["rows"]} == {"–"} and "Nothing is sent." in state["said"]
+    assert {row[4] for row in state["rows"]} == {"\u2013"} and "Nothing is sent." in state["said"]
 
 
 def test_queries_holders_are_not_told_of_keys_that_are_dealt_otherwise(browser, shown):
