@@ -183,7 +183,7 @@ def test_ways_are_compared_by_their_own_figures():
 
 def test_ways_are_predicted_alike_where_one_is_counted_on_some_ranks(monkeypatch):
     """Else the clock that waits at every step would stand beside one that does not."""
-    monkeypatch.setattr("ringspun.pictures.scene.MOST_PIECES", 100)
+    monkeypatch.setattr("ringspun.pictures.scene.MOST_PIECES", 200)
     documents = Documents([40] * 100)
     scenes = [Scene.of(4000, 8, layout=where, documents=documents) for where in (Contiguous(), DocumentZigzag())]
     assert [len(scene.ranks) for scene in scenes] == [8, 3]
