@@ -239,6 +239,25 @@ def test_an_axis_of_vmap_is_a_ring_too():
     close(dsinks, attention_with_gradients(*heads, plain, allowed=allowed, sinks=sinks).dsinks)
 
 
+@pytest.mark.usefixtures("compiled_in_haste")
+def test_second_derivatives():
+    """Forward over reverse is exact; reverse over reverse jax refuses."""
+    q, k, v, along = (x[:1, :5, :2] for x in (*arrays(), arrays(1)[0]))
+
+    def plain(q):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
+        weights = jax.nn.softmax(jnp.where(Causal().as_array(5), scores, -jnp.inf))
+        return (jnp.einsum("bhqk,bkhd->bqhd", weights, v) ** 2).sum()
+
+    def loss(q):
+        return (ring_attention(q, k, v, axis_name=None, kernel=Xla(2)) ** 2).sum()
+
+    found, expected = (jax.jit(lambda q, t, f=f: jax.jvp(jax.grad(f), (q,), (t,))[1])(q, along) for f in (loss, plain))
+    close(found, expected)
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
+
+
 class Proud(Kernel):
     name = "proud"
 

@@ -29,7 +29,10 @@ from ringspun.testing.problem import Answer, Candidate, Owners, Problem
 
 AXIS = "ring"
 FEWEST = 32
-"""Rows of a table; longer ones are a power of two."""
+"""Runs of a rank in a table; more are a power of two."""
+FEWEST_TILES = 1024
+"""Tiles of all ranks and hops; more are a power of two. Those that no hop asks for cost nothing; a longer table would
+cost a program of its own, and compiling is what takes the time."""
 ROWS = 8
 """Shards have room for a multiple of this."""
 
@@ -162,7 +165,7 @@ def _equally_long(plan: Plan) -> Tables:
     """A plan's tables for a program that stops at every rank."""
     tables, size = plan.tables, plan.ring_size
     place = np.searchsorted(plan.distances, np.arange(size + 1))
-    tiles = np.zeros((_length(len(tables.tiles)), 6), np.int32)
+    tiles = np.zeros((_length(len(tables.tiles), FEWEST_TILES), 6), np.int32)
     tiles[: len(tables.tiles)] = tables.tiles
     return Tables(
         tiles, tables.edges[:, place], np.arange(size, dtype=np.int32), _longer(tables.queries), _longer(tables.keys)
@@ -176,8 +179,8 @@ def _longer(held: Held) -> Held:
     return Held(held.tokens, runs)
 
 
-def _length(count: int) -> int:
-    return max(FEWEST, 1 << (count - 1).bit_length())
+def _length(count: int, fewest: int = FEWEST) -> int:
+    return max(fewest, 1 << (count - 1).bit_length())
 
 
 def _slots(part: Partition) -> np.ndarray:
