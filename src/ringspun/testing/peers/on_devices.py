@@ -132,6 +132,10 @@ class Ejkernel(OfDevices):
     module: str = "ejkernel"
     distribution: str = "ejkernel"
 
+    def remark(self, work: Work) -> str:
+        lost = "; under jax.vjp its causal mask is dropped, forward alone keeps it" * isinstance(work.mask, Causal)
+        return super().remark(work) + lost
+
     def cannot(self, work: Work) -> str | None:
         if work.heads != work.kv_heads:
             return "its XLA ring knows no grouped heads"
