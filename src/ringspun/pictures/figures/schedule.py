@@ -36,7 +36,7 @@ class PassFigure:
         travels: "keys" or "queries". steps: edges of the columns.
         kinds: of what is computed ``[rank][column]``. pairs: how many; of one head, as `Pass.pairs` counts them.
         sources: rank that owns the block; -1: several, or none.
-        sent: how many messages are. messages: each (step that posts it, step that waits for it, whether it is posted
+        sent: how many messages. messages: each (step that posts it, step that waits for it, whether it is posted
             after the step's tiles, sender, receiver, `Payload`, rank that owns the block, rows, bytes); none where
             there are more than `MOST_MESSAGES`.
         tiles: in the score matrix, each (ring rank, step, place in `ringspun.pictures.figures.base.KINDS`, q0, q1, k0,
