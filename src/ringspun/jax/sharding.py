@@ -224,7 +224,7 @@ def _gathered_by_type(x: Array, dim: int) -> Array:
     whole = PartitionSpec(*(None if n == dim else axis for n, axis in enumerate(cut.spec)))
     if isinstance(x, jax.core.Tracer):
         return jax.sharding.reshard(x, NamedSharding(cut.mesh, whole))
-    return jax.device_put(x, NamedSharding(x.sharding.mesh, whole))  # type: ignore[attr-defined]
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, whole))
 
 
 def _taken(x: Array, rows: NDArray[np.int64], dim: int, fill: Any) -> Array:

@@ -11,7 +11,7 @@ Source: Liu and Abbeel 2023 (arXiv 2305.19370), of which this is the feed-forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -141,7 +141,8 @@ class _Call:
         # This graph is gone when its block is: hooks of a checkpoint or an offload around us are not for it.
         with ExitStack() as stack:
             # In backward the calls around this one are over; tensors that they stand leaves in for must be those again.
-            for one in (torch.enable_grad(), saved_tensors_hooks(_packed, _same), *again, outside):
+            entered: list[AbstractContextManager[Any]] = [torch.enable_grad(), saved_tensors_hooks(_packed, _same)]
+            for one in (*entered, *again, outside):
                 stack.enter_context(one)
             return own, self.of_block(own)
 

@@ -197,4 +197,4 @@ def _to_torch(x: Any) -> Tensor:
     import jax
 
     whole = jax.block_until_ready(jax.device_put(x, jax.devices()[0]))
-    return torch.from_dlpack(whole).clone()  # torch may write into what it owns
+    return torch.utils.dlpack.from_dlpack(whole).clone()  # torch may write into what it owns

@@ -33,6 +33,8 @@ def draw(comparison: Comparison, path: Path) -> None:
             axes.plot(x, y + shift, mark, color=color, fillstyle="none" if instead else "full")
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter("")  # whose labels would lie one over the other
+    axes.xaxis.set_major_formatter("{x:g}")
     for scale in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         scale("{x:g}")
     axes.set_yticks(range(len(results)), [words_of(row, comparison.tokens) for row, _ in results])
