@@ -73,7 +73,7 @@ def test_a_sweep_ends_at_the_first_length_from_which_a_ring_pays(monkeypatch):
             "ring_s": 1.0, "alone_s": 1.0
         }  # fmt: skip
 
-    monkeypatch.setattr(bench, "_measure", measure)
+    monkeypatch.setattr(bench, "_on_ranks", measure)
     options = ["ring", "--ranks", "2,4", "--seq-len", "4096,512,2048,1024", "--batch", "1,2", "--sweep"]
     lines = told(*options).splitlines()
     assert asked == [
@@ -107,7 +107,7 @@ def test_a_route_by_name_is_measured_and_one_that_does_not_fit_is_told(monkeypat
     beside = told("ring", "--route", "direct", "--block-size", "8", code=2)
     assert "block-size must come with --route ring; got direct" in beside
     assert "block-size must be at least 1; got 0" in told("ring", "--block-size", "0", code=2)
-    monkeypatch.setattr(bench, "_measure", lambda work, pairs: {"route": str(work.route), "ring_s": 1.0})
+    monkeypatch.setattr(bench, "_on_ranks", lambda work, pairs: {"route": str(work.route), "ring_s": 1.0})
     assert json.loads(told("ring", "--block-size", "64", "--ranks", "2", "--json"))["route"] == "ring(block_size=64)"
 
 
@@ -117,7 +117,7 @@ def test_utilisation_is_what_the_busiest_rank_sends_over_the_links_peak(monkeypa
     Links(2, Link((1000,), (1e-3,), (1e-3,))).save(tmp_path / "links.json")  # a megabyte a second
     monkeypatch.setattr(
         bench,
-        "_measure",
+        "_on_ranks",
         lambda work, pairs: (
             {**described(work), "ratio": 1, "ratio_low": 1, "ratio_high": 1, "alone_s": 1} | {"ring_s": 1e-3}
         ),

@@ -105,7 +105,9 @@ def ring(
     def measured(works: list[Work]) -> list[dict[str, Any]]:
         rows = []
         for work in works:
-            rows.append(_on_devices(work, pairs) if framework == "jax" else _on_ranks(work, pairs, found))
+            on_ranks = framework == "torch"
+            rows.append(_on_ranks(work, pairs) if on_ranks else _on_devices(work, pairs))
+            rows[-1] |= _utilisation(work, found) if on_ranks else {}
             rows[-1]["utilisation"] = rows[-1].pop("least_s", 0.0) / rows[-1]["ring_s"] if found else None
             if sweep and rows[-1]["ratio_high"] <= PAYS:
                 break
@@ -180,7 +182,7 @@ def _on_devices(work: Work, pairs: int) -> dict[str, Any]:
     return {**_compared(work, ring_s, alone_s), **told, **sent(work)}
 
 
-def _on_ranks(work: Work, pairs: int, links: Links | None) -> dict[str, Any]:
+def _on_ranks(work: Work, pairs: int) -> dict[str, Any]:
     """Warm both once, then time them in turn."""
     import torch
 
@@ -196,8 +198,7 @@ def _on_ranks(work: Work, pairs: int, links: Links | None) -> dict[str, Any]:
             ring_s.append(max(times[0] for times in pool.run(time_on_rank, work, 1, timeout_s=limit_s)))
             alone_s.append(time_alone(work, 1)[0][0])
     told = {"alone": alone_is, "threads_per_rank": threads_per_rank(work.ranks), "cores": cores()}
-    versions = {"torch": str(torch.__version__)}
-    return {**_compared(work, ring_s, alone_s), **told, **versions, **_utilisation(work, links)}
+    return {**_compared(work, ring_s, alone_s), **told, "torch": str(torch.__version__)}
 
 
 def _compared(work: Work, ring_s: list[float], alone_s: list[float]) -> dict[str, Any]:
