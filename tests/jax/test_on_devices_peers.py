@@ -39,10 +39,14 @@ def test_they_are_right(peer, row, tokens):
 
 
 def test_the_published_ring_that_loses_a_hop_is_wrong(monkeypatch):
+    import jax
+
     from ringspun.testing.peers import jax_published
 
+    jax.clear_caches()  # or a trace of the right one is taken, where an earlier test made it
     monkeypatch.setattr(jax_published, "_behind", lambda i, j, number, rows, chunk: (number == 0) & (j <= i))
     wrong, errors = judged(Published(), CAUSAL.work(64))
+    jax.clear_caches()
     assert "out" in wrong and min(errors.values()) > 1e-3
 
 
