@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import typer
+
+from ringspun.errors import RingspunError
 
 FRAMEWORKS = ("torch", "jax")
 
@@ -95,3 +100,23 @@ def refuse_with_jax(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} must be left out with --framework jax; got {value}.")
+
+
+@contextmanager
+def told(command: str, *, output: str | None = None) -> Iterator[None]:
+    """What cannot be is told, not raised.
+
+    Args:
+        command: whose words they are. output: the option that names the file it writes, where there is one.
+    """
+    try:
+        yield
+    except (RingspunError, ValueError) as problem:
+        for line in str(problem).splitlines():
+            typer.echo(f"ringspun {command}: {line}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as problem:
+        if output is None:
+            raise
+        typer.echo(f"ringspun {command}: {output} must be a place for a file; {problem}.", err=True)
+        raise typer.Exit(1) from None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ringspun.cli.options import told
 
 if TYPE_CHECKING:
     from ringspun.planner.hardware import Cluster
@@ -67,7 +67,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """The quickest ways to train a model at a length on a cluster, or the longest length; and why."""
-    with _told():
+    with told("plan"):
         from ringspun.cli.options import bounded, tokens
         from ringspun.cli.plan_tables import show_answer
         from ringspun.core.text import parse_mask
@@ -118,7 +118,7 @@ def infer(
     as_json: AsJson = False,
 ) -> None:
     """Prefill over a ring (do keys travel, or queries?), decode (do not ring), and the cache."""
-    with _told():
+    with told("plan"):
         from ringspun.cli.options import bounded, tokens
         from ringspun.cli.plan_tables import show_lines
         from ringspun.planner.export import inference_data
@@ -145,7 +145,7 @@ def slices(
     as_json: AsJson = False,
 ) -> None:
     """From which slice on a hop hides, per device and link: by peaks, and by the rates that are reached."""
-    with _told():
+    with told("plan"):
         from ringspun.cli.options import bounded
         from ringspun.cli.plan_tables import show_slices
         from ringspun.planner.export import slice_rows
@@ -178,7 +178,7 @@ def shares(
     as_json: AsJson = False,
 ) -> None:
     """Ranks of unequal speed: which shares, layout and route are done first, simulated message by message."""
-    with _told():
+    with told("plan"):
         from ringspun.cli.options import bounded, split_list, tokens
         from ringspun.cli.plan_tables import show_ways
         from ringspun.core.text import parse_mask
@@ -200,7 +200,7 @@ def shares(
 @app.command()
 def accuracy(as_json: AsJson = False) -> None:
     """How well the formulas meet published figures, beside what knows less."""
-    with _told():
+    with told("plan"):
         from ringspun.cli.plan_tables import show_accuracy
         from ringspun.planner.export import accuracy_data
 
@@ -214,7 +214,7 @@ def accuracy(as_json: AsJson = False) -> None:
 @app.command(name="list")
 def known(device_file: DeviceFile = None, as_json: AsJson = False) -> None:
     """Devices, links and models that are known, with their sources."""
-    with _told():
+    with told("plan"):
         from ringspun.cli.plan_tables import show_known
         from ringspun.planner.hardware import Hardware
         from ringspun.planner.models import known_models
@@ -225,19 +225,6 @@ def known(device_file: DeviceFile = None, as_json: AsJson = False) -> None:
             _print({kind: {n: entry.model_dump() for n, entry in table.items()} for kind, table in tables.items()})
         else:
             show_known(hardware, known_models())
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """What cannot be is told, not raised."""
-    from ringspun.errors import RingspunError
-
-    try:
-        yield
-    except (RingspunError, ValueError) as problem:
-        for line in str(problem).splitlines():
-            typer.echo(f"ringspun plan: {line}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _write(path: Path, text: str) -> None:

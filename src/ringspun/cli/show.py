@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ringspun.cli.measured import BYTES
-from ringspun.cli.options import bounded, integers, one_of, split_list, tokens
+from ringspun.cli.options import bounded, integers, one_of, split_list, tokens, told
 
 if TYPE_CHECKING:
     from ringspun.core.mask import Documents
@@ -92,7 +91,7 @@ def show(
         mask, layout, route, ranks, seq_len, documents, data, heads, kv_heads, head_size, batch, dtype, backward,
         device, node, links, device_file,
     )  # fmt: skip
-    with _told():
+    with told("show", output="save"):
         if ways and what != "compare":
             raise ValueError(f"{what} must be asked for alone; got {' '.join(ways)}. To compare: show compare A B.")
         names = () if what == "compare" else _named(what)
@@ -237,19 +236,3 @@ def _cluster(asked: Asked) -> Cluster:
     measured = None if asked.links is None else Links.load(asked.links)
     known = Hardware.load(asked.device_file)
     return cluster(asked.device, asked.ranks, node=asked.node, measured=measured, hardware=known)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """What cannot be is told, not raised."""
-    from ringspun.errors import RingspunError
-
-    try:
-        yield
-    except (RingspunError, ValueError) as problem:
-        for line in str(problem).splitlines():
-            typer.echo(f"ringspun show: {line}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as problem:
-        typer.echo(f"ringspun show: save must be a place for a file; {problem}.", err=True)
-        raise typer.Exit(1) from None

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from ringspun.core.layout import Contiguous, Layout
 from ringspun.core.mask import Causal, Mask
+from ringspun.core.softmax import checked_softcap
 from ringspun.errors import PlanError, ShapeError
 from ringspun.jax import inputs
 from ringspun.jax.bias import Alibi
@@ -89,7 +90,7 @@ def ring_attention(
     call = Call(
         *(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.name, q.shape[1], k.shape[1]),
         scale=inputs.checked_scale(scale, q.shape[3]),
-        softcap=inputs.checked_softcap(softcap),
+        softcap=checked_softcap(softcap),
         bias="" if bias is None else "alibi",
         segments=segment_ids is not None,
     )

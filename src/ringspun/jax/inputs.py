@@ -16,8 +16,6 @@ from ringspun.errors import DtypeError, PlanError, ShapeError
 from ringspun.jax.bias import Alibi
 from ringspun.jax.plan import Plan
 
-SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
-"""Beyond them float32 scores become 0 / 0 or inf * 0."""
 _KNOWN = (
     "mask", "layout", "seq_len", "key_len", "query_start", "scale", "softcap", "sinks", "bias", "segment_ids",
     "key_segment_ids", "return_lse", "kernel",
@@ -137,16 +135,6 @@ def checked_scale(scale: Any, head_size: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise PlanError(f"scale must be a finite number (not an array: it has no gradient); got {scale!r}.")
     return float(scale)
-
-
-def checked_softcap(softcap: Any) -> float:
-    """The bound of scores; 0 for none."""
-    if softcap is None:
-        return 0.0
-    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if not number or not SMALLEST_SOFTCAP <= softcap <= LARGEST_SOFTCAP:  # nan too
-        raise PlanError(f"softcap must be a number from 1e-30 to 1e30, or None for none; got {softcap!r}.")
-    return float(softcap)
 
 
 def check_terms(heads: int, sinks: Any, bias: Any) -> None:

@@ -138,19 +138,6 @@ def checked_scale(scale: float | None, head_size: int) -> float:
     return float(scale)
 
 
-SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
-"""Beyond them float32 scores become 0 / 0 or inf * 0."""
-
-
-def checked_softcap(softcap: float | None) -> float:
-    if softcap is None:
-        return 0.0
-    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if not number or not SMALLEST_SOFTCAP <= softcap <= LARGEST_SOFTCAP:  # nan too
-        raise PlanError(f"softcap must be a number from 1e-30 to 1e30, or None for none; got {softcap!r}.")
-    return float(softcap)
-
-
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast does to scaled_dot_product_attention: float tensors to the device's autocast dtype, but not
     float64."""

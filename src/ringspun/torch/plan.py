@@ -18,6 +18,7 @@ from ringspun.core.mask import Documents, Mask, RowMasks, documents_of
 from ringspun.core.partition import Sides
 from ringspun.core.route import Route
 from ringspun.core.schedule import Schedule, compile_schedules
+from ringspun.core.softmax import checked_softcap
 from ringspun.core.text import shown
 from ringspun.core.wire import Format, segments
 from ringspun.errors import PlanError, RingspunError
@@ -214,7 +215,7 @@ class Plan:
         """The rule and tensor of a bias, and the facts of a call; raises what is wrong with its arguments."""
         batch = len(self._mask) if isinstance(self._mask, RowMasks) else None
         inputs.check_tensors(self._context.driver, self._rows, batch, q, k, v)
-        scale, softcap = inputs.checked_scale(asked.scale, q.shape[-1]), inputs.checked_softcap(asked.softcap)
+        scale, softcap = inputs.checked_scale(asked.scale, q.shape[-1]), checked_softcap(asked.softcap)
         rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
         return rule, values, call_of(q, k, v, scale, softcap, rule)
 

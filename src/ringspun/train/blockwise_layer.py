@@ -27,8 +27,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _on_one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Any = blockwise_attention(q, k, v)
-    return cast(Tensor, out)
+    return cast(Tensor, blockwise_attention(q, k, v))
 
 
 class GatedFeedForward(nn.Module):
