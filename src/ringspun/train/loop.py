@@ -205,8 +205,6 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
     while state.step < config.steps:
         began = time.perf_counter()
         batch = _next_batch(stream, state.position, config.batch_size)
-        if report is not None and state.step == 0:
-            report.sequence(_scene(run, batch[0]))
         if state.step + 1 == profiled:
             with peak_memory() as peak:
                 loss, norm = _step(run, state, batch)
@@ -229,6 +227,8 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
                     peaks,
                 )
             )
+            if state.step == 1:  # behind its clock
+                report.sequence(_scene(run, batch[0]))
         if _is_checkpoint(config, state.step):
             _save(run, state)
 
