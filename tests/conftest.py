@@ -40,15 +40,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    """``pools(n)``: the ring of n processes of this run."""
+def _pools_of_all() -> Iterator[dict[int, RankPool]]:
     made: dict[int, RankPool] = {}
-
-    def one(size: int) -> RankPool:
-        if size not in made:
-            made[size] = RankPool(size, preload=PRELOAD)
-        return made[size]
-
-    yield one
+    yield made
     for ranks in made.values():
         ranks.close()
+
+
+@pytest.fixture(scope="module")
+def pools(_pools_of_all: dict[int, RankPool]) -> Iterator[Callable[[int], RankPool]]:
+    """``pools(n)``: the ring of n processes of this run. It loses a file's groups with that file: a few hundred, with
+    their threads, would take half a core."""
+    used: set[int] = set()
+
+    def one(size: int) -> RankPool:
+        used.add(size)
+        if size not in _pools_of_all:
+            _pools_of_all[size] = RankPool(size, preload=PRELOAD)
+        return _pools_of_all[size]
+
+    yield one
+    for size in used:
+        _pools_of_all[size].renew()

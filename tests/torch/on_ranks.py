@@ -459,6 +459,17 @@ def die(rank: int, odd: int) -> int:
     return rank
 
 
+def leave_a_group(rank: int) -> None:
+    """A group that is used, and left to whoever comes next."""
+    dist.all_reduce(torch.ones(1), group=dist.new_group())
+
+
+def groups_and_threads(rank: int) -> tuple[int, int]:
+    """How many this process has; threads are counted where the system tells of them."""
+    tasks = "/proc/self/task"
+    return len(dist.distributed_c10d._world.pg_map), len(os.listdir(tasks)) if os.path.exists(tasks) else 0
+
+
 def destroy_group(rank: int) -> None:
     """Leaves the pool without a group."""
     dist.destroy_process_group()

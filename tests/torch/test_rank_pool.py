@@ -82,6 +82,18 @@ def test_restart_gives_new_processes_and_a_new_group():
         assert all(torch.equal(s, torch.tensor(3.0)) for s in pool.run(on_ranks.sum_over_ranks, torch.tensor(1.0)))
 
 
+def test_renew_ends_the_groups_that_calls_made():
+    with RankPool(2) as pool:
+        before = pool.run(on_ranks.pid)
+        alone = pool.run(on_ranks.groups_and_threads)
+        for _ in range(3):
+            pool.run(on_ranks.leave_a_group)
+            assert all(groups == 2 for groups, _ in pool.run(on_ranks.groups_and_threads))
+            pool.renew()
+        assert pool.run(on_ranks.groups_and_threads) == alone and pool.run(on_ranks.pid) == before
+        assert all(torch.equal(s, torch.tensor(3.0)) for s in pool.run(on_ranks.sum_over_ranks, torch.tensor(1.0)))
+
+
 def test_a_closed_pool_says_so():
     with RankPool(1) as pool:
         assert pool.run(pow, 2) == [0]

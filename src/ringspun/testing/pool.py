@@ -8,7 +8,8 @@ pool per ring size, and every test that needs real processes calls it:
 
 `function` and its arguments travel by pickle, so it must be a module's own function (no lambda, no closure). The ranks
 share the default process group; a call that leaves it in disorder (a rank that did not take part in a collective) is
-followed by `restart`. A rank that hangs or dies costs the whole pool: all are killed, new ones start, the call raises.
+followed by `restart`; groups that calls made stay, each with threads of its own, until `renew`. A rank that hangs or
+dies costs the whole pool: all are killed, new ones start, the call raises.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class RankPool:
             self._context.set_forkserver_preload([*preload, __name__])
         self._ranks: list[tuple[BaseProcess, connection.Connection]] = []
         self._store: Any = None
+        self._renewed = 0
         self._start()
 
     def run(self, function: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
@@ -124,6 +126,15 @@ class RankPool:
         """End the ranks and start new ones: a fresh process group."""
         self.close(patience_s=0.0)
         self._start()
+
+    def renew(self) -> None:
+        """End all groups that calls have made, and give the same processes a fresh default group.
+
+        Raises:
+            RankLost: a rank could not, for a call had left it in disorder; the pool was started afresh.
+        """
+        self._renewed += 1
+        self.run(_renew, self._renewed)
 
     def close(self, *, patience_s: float = 5.0) -> list[int | None]:
         """End the ranks; their exit codes. Those that have not ended after `patience_s` seconds are killed."""
@@ -223,8 +234,8 @@ def _serve(place: tuple[int, int, int], pipe: connection.Connection) -> None:
 
     rank, size, port = place
     torch.set_num_threads(1)
-    store = dist.TCPStore(HOST, port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S))
+    _store_of_pool.append(dist.TCPStore(HOST, port, is_master=False))  # type: ignore[attr-defined]
+    _init_group(rank, size, "first")
     pipe.send_bytes(pickle.dumps(None))
     while True:
         try:
@@ -238,6 +249,26 @@ def _serve(place: tuple[int, int, int], pipe: connection.Connection) -> None:
         pipe.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_store_of_pool: list[Any] = []
+"""Of a rank: how it finds the others, again after `renew`."""
+
+
+def _init_group(rank: int, size: int, name: str) -> None:
+    """The default group, by keys of its own in the store: those of the one before lead to closed connections."""
+    from torch import distributed as dist
+
+    store = dist.PrefixStore(name, _store_of_pool[0])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S))
+
+
+def _renew(rank: int, time: int) -> None:
+    from torch import distributed as dist
+
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    _init_group(rank, size, f"renewed {time}")
 
 
 def _answer(rank: int, call: bytes) -> bytes:
