@@ -259,7 +259,7 @@ def _init_group(rank: int, size: int, name: str) -> None:
     """The default group, by keys of its own in the store: those of the one before lead to closed connections."""
     from torch import distributed as dist
 
-    store = dist.PrefixStore(name, _store_of_pool[0])
+    store = dist.PrefixStore(name, _store_of_pool[0])  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S))
 
 
