@@ -20,6 +20,7 @@ import torch
 from ringspun.train.config import TrainConfig
 from ringspun.train.data import Corpus, find_text
 from ringspun.train.launch import Job, launch
+from ringspun.train.log import records
 
 BAR, SEQ_LEN = 1e-4, 64
 TEXT = Path(json.__file__).parent  # nobody edits it meanwhile
@@ -49,7 +50,7 @@ def curve(corpus: Corpus, output: Path, steps: int, mesh: dict[str, Any]) -> lis
     }
     with contextlib.redirect_stdout(sys.stderr):
         launch(Job(TrainConfig.model_validate(values | mesh), corpus))
-    return [json.loads(line)["loss"] for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records(output / "log.jsonl") if "loss" in record]
 
 
 def report(curves: dict[str, list[float]]) -> str:

@@ -65,7 +65,7 @@ def test_lines_wait_for_room(tmp_path: Path, small: tuple[Log, SmallDisk], room:
         written += json.dumps(record(step)) + "\n"
         assert written.startswith((tmp_path / "log.jsonl").read_text())  # at any time a beginning of the right log
         whole = (tmp_path / "log.jsonl").read_text().count("\n")
-        assert [r["step"] for r in log_module._records(tmp_path / "log.jsonl", 99)] == list(range(1, whole + 1))
+        assert [r["step"] for r in log_module.records(tmp_path / "log.jsonl", 99)] == list(range(1, whole + 1))
     disk.room = 10_000
     log.close()
     assert (tmp_path / "log.jsonl").read_text() == written

@@ -67,9 +67,15 @@ def write_text(folder: Path, *, lengths: tuple[int, ...] = (30, 7, 150, 1, 44, 9
     return find_text(folder)
 
 
+def logged_steps(output: Path) -> list[dict[str, Any]]:
+    """The lines of steps in a run's log."""
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
 def losses(output: Path) -> list[float]:
     """The losses that a run logged, by step."""
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    records = logged_steps(output)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["loss"] for record in records]
 
@@ -84,7 +90,7 @@ def same_bits(output: Path, other: Path) -> bool:
         state = json.loads((last / "state.json").read_text())
         tensors = {path.name: path.read_bytes() for path in last.rglob("*.safetensors")}
         assert len(tensors) == 3
-        records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        records = logged_steps(folder)
         logged = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records]
         return last.name, logged, tensors, state["position"], state["data"]
 

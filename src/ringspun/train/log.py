@@ -1,8 +1,13 @@
-"""`log.jsonl`: one line a step; a disk that is full for a while costs it nothing, one that stays full only lines."""
+"""`log.jsonl`: one line a step; a disk that is full for a while costs it nothing, one that stays full only lines.
+
+Three kinds of lines, each with the number of steps that were done: of a step (`loss` and the rest of `StepRecord`), of
+an evaluation (`evaluation`: values by name), and of a stage that begins (`begins`: its length, steps and mesh).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ class Log:
     """
 
     def __init__(self, path: Path, *, done: int) -> None:
-        self.records = _records(path, done)  # also those whose lines could not be written
+        self.records = records(path, done)  # also those whose lines could not be written
         self._pending = b""
         write_whole(path, b"".join(map(_line, self.records)))
         self._file = path.open("ab", buffering=0)
@@ -54,19 +59,24 @@ class Log:
             self._pending = self._pending[self._file.write(self._pending) :]
 
 
+_KINDS: dict[str, type] = {"loss": float, "evaluation": dict, "begins": dict}
+
+
 def _line(record: dict[str, Any]) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _records(path: Path, done: int) -> list[dict[str, Any]]:
+def records(path: Path, done: float = math.inf) -> list[dict[str, Any]]:
+    """The lines of a log up to step `done`, and up to a line that is none; none where there is no log."""
     if not path.exists():
         return []
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-            if record["step"] <= done and isinstance(record["loss"], float):
+            kind = next(name for name in _KINDS if name in record)
+            if record["step"] <= done and isinstance(record[kind], _KINDS[kind]):
                 kept.append(record)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, StopIteration, RecursionError):
             break
     return kept

@@ -27,6 +27,8 @@ from ringspun.train.output import write_whole
 
 MIB = 1 << 20
 _LINE_EVERY_S = 10.0
+_SCALARS = {"loss", "grad_norm", "lr", "tokens_per_s", "stage", "seq_len", "mfu", "waiting", "waiting_most"}
+"""Of `StepRecord`, what TensorBoard gets."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class StepRecord:
     documents: int  # in this sequence
     documents_cut: int  # 1 if the last one goes on in the next sequence
     peak_bytes: tuple[int, ...] | None = None  # per rank, above the step's start; of the one step that is profiled
+    stage: int = 0  # counted from 0
+    seq_len: int = 0  # 0: not told
+    mfu: float | None = None  # model FLOP/s over the ranks' peak; None: one of them is not known
+    waiting: float | None = None  # of the step's time, what is spent waiting for messages: mean of the ranks
+    waiting_most: float | None = None  # and the rank that waits most; None, both: there is one rank alone
 
 
 class Report:
@@ -51,12 +58,15 @@ class Report:
         folder: gets `log.jsonl`, `tensorboard/`, `loss.png` and `ring.html`.
         steps: of the whole run.
         done: steps that a resumed run has already; later lines of an old log are dropped.
+        stages: how many there are.
         console: where to print; a bar is drawn only on a terminal, elsewhere one line every 10 seconds.
     """
 
-    def __init__(self, folder: Path, *, steps: int, done: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, steps: int, done: int = 0, stages: int = 1, console: Console | None = None
+    ) -> None:
         self._folder = folder
-        self._steps = steps
+        self._steps, self._done, self._stages = steps, done, stages
         self._console = console or Console()
         self._log = Log(folder / "log.jsonl", done=done)
         self._behind = False  # whether it was told that the log waits for room
@@ -90,8 +100,43 @@ class Report:
             self.say(f"log.jsonl lacks its last lines: {_reason(problem)}")
         if self._board is not None:
             self._on_board(self._board.close)
-        if self._log.records:
+        if any("loss" in record for record in self._log.records):
             self._draw()
+
+    def stage(self, number: int, *, seq_len: int, first_step: int, steps: int, text: str) -> None:
+        """A stage begins, or goes on in a run that was resumed inside of it; call it before its first step.
+
+        Args:
+            number: counted from 0; people are shown 1 more.
+            seq_len: tokens of its sequences.
+            first_step: number of its first step, which is 1 for the first stage, as in `StepRecord.step`.
+            steps: of the stage.
+            text: its mesh and rotations, in a line.
+        """
+        begins = {"seq_len": seq_len, "first_step": first_step, "steps": steps, "text": text}
+        before = [r for r in self._log.records if "begins" in r]
+        if not before or (before[-1]["stage"], before[-1]["begins"]) != (number, begins):
+            self._add_to_log({"step": max(first_step - 1, self._done), "stage": number, "begins": begins})
+        if self._stages > 1:
+            name = f"stage {number + 1} of {self._stages}"
+            with suppress(OSError):
+                self._bar.update(self._task, description=f"{name}, {seq_len:,} tokens")
+            self.say(f"{name}: steps {first_step} to {first_step + steps - 1} of {seq_len:,} tokens; {text}")
+
+    def evaluation(self, step: int, stage: int, values: dict[str, float]) -> None:
+        """Shows and writes what was measured on held-out sequences after a step.
+
+        Args:
+            step: the last that was done; 0 before the first.
+            stage: whose rotations the model had, counted from 0.
+            values: by name, a length behind an @: ``loss@512``, ``lines@512``.
+        """
+        record = {"step": step, "stage": stage, "evaluation": values}
+        if record not in self._log.records:  # a resumed run may evaluate again what the log has
+            self._add_to_log(record)
+        for name, value in values.items():
+            self._scalar(f"evaluation/{name}", value, step)
+        self.say(f"after step {step}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
 
     def sequence(self, scene: Scene) -> None:
         """Writes `ring.html`: a page of pictures of how a sequence is shared out."""
@@ -109,9 +154,9 @@ class Report:
         """Shows and writes one step."""
         values = {key: value for key, value in asdict(record).items() if value is not None}
         self._add_to_log(values)
-        for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
-            if self._board is not None:
-                self._on_board(self._board.add_scalar, f"train/{key}", values[key], record.step)
+        self._done = record.step
+        for key in _SCALARS & values.keys():
+            self._scalar(f"train/{key}", values[key], record.step)
         if record.peak_bytes:
             self._peak = f", peak {max(record.peak_bytes) / MIB:,.1f} MiB a rank"
         figures = f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s{self._peak}"
@@ -134,6 +179,10 @@ class Report:
             if self._behind:
                 self.say("log.jsonl is written again; no line is missing")
         self._behind = self._log.behind
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if self._board is not None:
+            self._on_board(self._board.add_scalar, name, value, step)
 
     def _on_board(self, call: Callable[..., Any], *values: Any) -> None:
         try:
@@ -164,7 +213,11 @@ def draw_loss(records: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], marker=".")
+    steps = [r for r in records if "loss" in r]
+    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], marker=".")
+    for r in records:
+        if r.get("begins", {}).get("first_step", 1) > 1:
+            axes.axvline(r["begins"]["first_step"] - 0.5, color="grey", linestyle=":")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
     axes.grid(alpha=0.3)
     picture = io.BytesIO()
