@@ -52,6 +52,7 @@ def tiny_config(output: Path, **changes: Any) -> TrainConfig:
         "warmup_steps": 2,
         "seed": 3,
         "checkpoint_every": 2,
+        "peak_flops": 1e9,  # not measured
         "output": str(output),
     }
     return TrainConfig.model_validate(values | changes)

@@ -49,10 +49,12 @@ class Asked:
 @app.command(no_args_is_help=True)
 def show(
     what: Annotated[
-        str, typer.Argument(help="mask, layout, schedule, balance, memory, timeline; a comma list; all; or compare.")
+        str,
+        typer.Argument(help="mask, layout, schedule, balance, memory, timeline; a comma list; all; compare; or run."),
     ],
     ways: Annotated[
-        list[str] | None, typer.Argument(help="What to compare: zigzag, direct, striped/double_ring(4), ...")
+        list[str] | None,
+        typer.Argument(help="What to compare: zigzag, direct, striped/double_ring(4), ...; of run, its folder."),
     ] = None,
     mask: Annotated[str | None, typer.Option(help="Mask.", show_default="causal, within documents if given")] = None,
     layout: Annotated[str, typer.Option(help="Layout.")] = "zigzag",
@@ -92,6 +94,9 @@ def show(
         device, node, links, device_file,
     )  # fmt: skip
     with told("show", output="save"):
+        if what == "run":
+            _run(ways or [], save, as_json=as_json)
+            return
         if ways and what != "compare":
             raise ValueError(f"{what} must be asked for alone; got {' '.join(ways)}. To compare: show compare A B.")
         names = () if what == "compare" else _named(what)
@@ -105,6 +110,20 @@ def show(
         else:
             figures = [_figure(name, asked, log or [], call, small=small) for name in names]
         _out(figures, save, as_json=as_json)
+
+
+def _run(folders: Sequence[str], save: Path | None, *, as_json: bool) -> None:
+    """A training run; unless asked for otherwise its page is drawn anew, too."""
+    from ringspun.train import run_page
+
+    if len(folders) != 1:
+        raise ValueError(
+            f"run must come with one folder, a training run's output; got {len(folders)}. show run FOLDER."
+        )
+    folder = Path(folders[0])
+    _out([run_page.figure_of(folder)], save, as_json=as_json)
+    if save is None and not as_json:
+        typer.echo(f"wrote {run_page.write_page(folder)}")
 
 
 def _named(what: str) -> Sequence[str]:

@@ -16,25 +16,36 @@ from ringspun.errors import ConfigError
 from ringspun.pictures.figures.base import Figure
 from ringspun.pictures.palette import ITEM_WORDS
 
-SCRIPTS = ("base.js", "ring.js", "matrix.js", "schedule.js", "still.js", "timeline.js", "compare.js", "main.js")
+SCRIPTS = (
+    "base.js",
+    "ring.js",
+    "matrix.js",
+    "schedule.js",
+    "still.js",
+    "timeline.js",
+    "compare.js",
+    "run.js",
+    "main.js",
+)
 _NAMES = {Payload.KV: "KV", Payload.DKV: "dKV", Payload.QUERIES: "Q", Payload.DQ: "dQ", Payload.HEADS: "heads"}
 
 
-def page(figures: Sequence[Figure], title: str = "Ring attention, step by step") -> str:
+def page(figures: Sequence[Figure], title: str | None = None) -> str:
     """One self-contained HTML page of some figures, in their order.
 
     A schedule becomes a slider through the steps of the ring: blocks move between ranks, the score matrix fills up.
     With the layout figure of the same scene on its page, its matrix shows at its edges who holds which tokens.
 
     Args:
-        figures: of any kind. title: of the page.
+        figures: of any kind. title: of the page; default that of the first figure.
     Raises:
         ConfigError: no figure.
     """
     if not figures:
         raise ConfigError("figures must be at least one; got none. Give what `ringspun.pictures.figures` makes.")
     return _filled(_asset("page.html"), {
-        "TITLE": html.escape(title),
+        "TITLE": html.escape(title or figures[0].title),
+        "SOURCE": figures[0].source,
         "STYLE": _asset("page.css"),
         "SCRIPT": "\n".join(map(_asset, SCRIPTS)),
         "DATA": _as_script(page_data(figures)),

@@ -6,6 +6,7 @@ one and two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from ringspun.errors import ConfigError
@@ -44,12 +45,23 @@ def model_flops(model: Model, seq_len: float, *, causal: bool = True) -> float:
     Args:
         causal: counts allowed pairs only; the usual figure of papers counts all, twice as many.
     """
+    return packed_flops(model, [seq_len]) if causal else _flops(model, seq_len, model.layers * seq_len * seq_len)
+
+
+def packed_flops(model: Model, lengths: Sequence[float], tokens: float | None = None) -> float:
+    """`model_flops` of one sequence of documents that do not see each other: the pairs of causal & documents.
+
+    Args:
+        lengths: of the documents (tokens). tokens: of the sequence, which may hold more; default: their sum.
+    """
     full, slid = model.full_layers, model.layers - model.full_layers
-    if causal:
-        pairs = full * causal_pairs(seq_len) + slid * causal_pairs(seq_len, model.window)
-    else:
-        pairs = model.layers * seq_len * seq_len
-    linear = model.layers * linear_flops(model, seq_len) + head_flops(model, seq_len)
+    pairs = sum(full * causal_pairs(n) + slid * causal_pairs(n, model.window) for n in lengths)
+    return _flops(model, sum(lengths) if tokens is None else tokens, pairs)
+
+
+def _flops(model: Model, tokens: float, pairs: float) -> float:
+    """Of all layers' pairs together."""
+    linear = model.layers * linear_flops(model, tokens) + head_flops(model, tokens)
     return 3.0 * (linear + attention_flops(model, pairs))
 
 

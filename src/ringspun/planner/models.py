@@ -170,11 +170,21 @@ def from_config(path: Path) -> Model:
     Raises:
         ConfigError: a file that is none, sizes that are missing or wrong, or a kind of layer that is not planned for.
     """
-    read_values = read(path, "config")
-    config = read_values.get("text_config", read_values)
+    return from_values(read(path, "config"), str(path), path.resolve().parent.name)
+
+
+def from_values(values_read: Mapping[str, Any], source: str, name: str = "") -> Model:
+    """The same of what a configuration holds, as `config.to_dict()` gives it.
+
+    Args:
+        source: for messages. name: where the configuration has none.
+    Raises:
+        ConfigError: see `from_config`.
+    """
+    config = values_read.get("text_config", values_read)
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: text_config must be a table; got {config!r}.")
-    _refuse(config, path)
+        raise ConfigError(f"{source}: text_config must be a table; got {config!r}.")
+    _refuse(config, source)
     kind = str(config.get("model_type", ""))
     values = {field: _first(config, names) for field, names in _NAMES.items()}
     if values["intermediate"] is None and kind == "gpt2" and isinstance(values["hidden"], int):
@@ -182,8 +192,8 @@ def from_config(path: Path) -> Model:
     values = {field: value for field, value in values.items() if value is not None}
     return checked(
         Model,
-        {**values, "name": config.get("_name_or_path") or path.resolve().parent.name, **_by_kind(config, kind)},
-        str(path),
+        {**values, "name": config.get("_name_or_path") or name, **_by_kind(config, kind)},
+        source,
     )
 
 
@@ -191,24 +201,26 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _refuse(config: Mapping[str, Any], path: Path) -> None:
+def _refuse(config: Mapping[str, Any], source: str) -> None:
     experts = _first(config, _EXPERTS)
     if experts is not None:
-        raise ConfigError(f"{path}: model must be dense; got a mixture of {experts} experts, which is not planned for.")
+        raise ConfigError(
+            f"{source}: model must be dense; got a mixture of {experts} experts, which is not planned for."
+        )
     if config.get("kv_lora_rank"):
         raise ConfigError(
-            f"{path}: keys and values must be projected from the tokens; got kv_lora_rank = {config['kv_lora_rank']}. "
-            "Latent attention is not planned for."
+            f"{source}: keys and values must be projected from the tokens; got kv_lora_rank = "
+            f"{config['kv_lora_rank']}. Latent attention is not planned for."
         )
     types = config.get("layer_types") or []
     if not isinstance(types, list):
-        raise ConfigError(f"{path}: layer_types must be a list; got {types!r}.")
+        raise ConfigError(f"{source}: layer_types must be a list; got {types!r}.")
     other = {str(t) for t in types} - {"full_attention", "sliding_attention"}
     if other:
-        raise ConfigError(f"{path}: layers must be full or sliding attention; got {', '.join(sorted(other))}.")
+        raise ConfigError(f"{source}: layers must be full or sliding attention; got {', '.join(sorted(other))}.")
     layers = _first(config, _NAMES["layers"])
     if types and len(types) != layers:
-        raise ConfigError(f"{path}: layer_types must name each of {layers} layers; got {len(types)}.")
+        raise ConfigError(f"{source}: layer_types must name each of {layers} layers; got {len(types)}.")
 
 
 def _by_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:

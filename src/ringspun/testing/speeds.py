@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,6 +9,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from ringspun.torch.gemm import gemm_seconds, timed
 from ringspun.torch.kernels import KERNELS, Call, Kernel, choose
 from ringspun.torch.kernels.base import Block, Saved, StepTiles, accumulator_dtype
 
@@ -81,15 +81,8 @@ def _speed(
 
 
 def _gemm(dtype: str, repeats: int, n: int = 1024) -> float:
-    a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in range(2))
-    return 2 * n**3 / _seconds(lambda: a @ b, repeats)
+    return 2 * n**3 / median(gemm_seconds(getattr(torch, dtype), repeats, n))
 
 
 def _seconds(work: Callable[[], object], repeats: int) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return median(times)
+    return median(timed(work, repeats))

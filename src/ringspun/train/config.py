@@ -152,6 +152,12 @@ class TrainConfig(Section):
         description="whole: rank 0 gathers and writes. sharded: each rank its own part, by PyTorch's DCP. Either loads "
         "on any ranks.",
     )
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="FLOP/s of one rank at its peak, for MFU. Default: measured on a CPU, by a large matrix product.",
+    )
     output: Path = Field(
         default=Path("runs/train"),
         strict=False,

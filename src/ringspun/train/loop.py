@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +28,7 @@ from ringspun.train.gradients import gradient_scale
 from ringspun.train.mean import TokenMean
 from ringspun.train.mesh import Mesh, check_step
 from ringspun.train.meshes import JobMesh
+from ringspun.train.meter import StepMeter
 from ringspun.train.model import Shard, SharedLoss, build_model
 from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
 from ringspun.train.report import Report, StepRecord
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _MAY_CHANGE = {
     *("ranks", "ulysses", "dp_replicate", "dp_shard", "shard", "layout"),
     *("checkpointing", "kept_hops", "feed_forward_block", "loss_chunk"),
-    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "checkpoints", "output"),
+    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "checkpoints", "output", "peak_flops"),
 }
 
 
@@ -202,8 +202,9 @@ def _optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
 def _train(run: Run, state: TrainState, report: Report | None) -> None:
     stream, config, first = run.stream, run.config, state.step + 1
     profiled = min(first + 1, config.steps)  # the second step: AdamW makes its moments in the first
+    meter = StepMeter(state.model, run.context, run.mesh, dtype=config.dtype, peak_flops=config.peak_flops)
     while state.step < config.steps:
-        began = time.perf_counter()
+        meter.begin()
         batch = _next_batch(stream, state.position, config.batch_size)
         if state.step + 1 == profiled:
             with peak_memory() as peak:
@@ -212,19 +213,18 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
         else:
             (loss, norm), peaks = _step(run, state, batch), None
         state.step, state.position = state.step + 1, batch[-1].after
+        measured = meter.end(batch)
         if report is not None:
-            seconds = time.perf_counter() - began
             report.step(
                 StepRecord(
                     state.step,
                     loss,
                     norm,
                     learning_rate(config, state.step),
-                    seconds,
-                    config.batch_size * config.seq_len / seconds,
-                    sum(len(packed.documents.lengths) for packed in batch),
-                    sum(packed.documents_cut for packed in batch),
-                    peaks,
+                    documents=sum(len(packed.documents.lengths) for packed in batch),
+                    documents_cut=sum(packed.documents_cut for packed in batch),
+                    peak_bytes=peaks,
+                    **measured,
                 )
             )
             if state.step == 1:  # behind its clock
@@ -330,7 +330,8 @@ def _reporting(run: Run, done: int) -> Iterator[Report | None]:
     if run.mesh.rank:
         yield None
         return
-    with Report(run.config.output, steps=run.config.steps, done=done) as report:
+    config = run.config
+    with Report(config.output, steps=config.steps, done=done, config=config.model_dump(mode="json")) as report:
         if done == run.config.steps:
             report.say(f"the run already has its {done} steps; raise steps to go on")
         elif done:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from ringspun.errors import DataError, NonFiniteError
+from ringspun.torch.drivers.base import Waits
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Mesh:
     """The ranks of a job. Without a group: this process alone (which may play a whole ring by `Loopback`)."""
 
     group: dist.ProcessGroup | None = None
+    waits: Waits = field(default_factory=Waits, compare=False)
 
     @property
     def rank(self) -> int:
@@ -38,7 +40,8 @@ class Mesh:
     def sum_(self, values: Tensor) -> None:
         """Replaces `values` by their sum over the ranks."""
         if self.size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
+            with self.waits.timed():
+                dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
 
     def gather(self, values: Iterable[float]) -> list[list[float]]:
         """The same few numbers of every rank, in rank order; as float64."""
@@ -46,7 +49,8 @@ class Mesh:
         if self.size == 1:
             return [mine.tolist()]
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self.group)
+        with self.waits.timed():
+            dist.all_gather(rows, mine, group=self.group)
         return [row.tolist() for row in rows]
 
 

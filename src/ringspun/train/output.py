@@ -15,7 +15,8 @@ from ringspun.errors import ConfigError
 CHECKPOINTS = "checkpoints"
 FOLDERS = (CHECKPOINTS, "tensorboard")
 DATA_MANIFEST = "data.json"
-FILES = ("log.jsonl", "loss.png", "proof.json", "failure.txt", DATA_MANIFEST)
+LOG, RUN, REPORT = "log.jsonl", "run.json", "report.html"
+FILES = (LOG, RUN, REPORT, "ring.html", "loss.png", "proof.json", "failure.txt", DATA_MANIFEST)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of the system that more space would end
 _LOCK = ".lock"
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes, on rank 0 alone: progress bar, JSON lines, TensorBoard scalars, loss curve, pictures.
+"""What a run shows and writes, on rank 0 alone: progress bar, JSON lines, TensorBoard scalars, curves, pictures.
 
 None of it is worth the run: what cannot be written is told once, and training goes on. (A checkpoint is.)
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ringspun.errors import RingspunError
 from ringspun.pictures import Scene
+from ringspun.pictures.figures.run import shown
 from ringspun.pictures.notebook import pictures_of
 from ringspun.pictures.page import page
 from ringspun.train.log import Log
-from ringspun.train.output import write_whole
+from ringspun.train.output import LOG, REPORT, write_whole
+from ringspun.train.run_page import pictures_name, write_page, write_settings
 
 MIB = 1 << 20
 _LINE_EVERY_S = 10.0
@@ -36,13 +38,13 @@ class StepRecord:
     """One line of `log.jsonl`."""
 
     step: int
-    loss: float  # mean over the sequence's targets, before the update
+    loss: float  # mean over the targets of the step's sequences, before the update
     grad_norm: float  # before clipping
     lr: float
     seconds: float
     tokens_per_s: float
-    documents: int  # in this sequence
-    documents_cut: int  # 1 if the last one goes on in the next sequence
+    documents: int  # in these sequences
+    documents_cut: int  # of them, those that go on in the next sequence
     peak_bytes: tuple[int, ...] | None = None  # per rank, above the step's start; of the one step that is profiled
     stage: int = 0  # counted from 0
     seq_len: int = 0  # 0: not told
@@ -55,20 +57,30 @@ class Report:
     """Shows and writes the steps of one run; use as a context manager.
 
     Args:
-        folder: gets `log.jsonl`, `tensorboard/`, `loss.png` and `ring.html`.
+        folder: gets `log.jsonl`, `run.json`, `tensorboard/`, `ring.html`, and at the end `report.html` and `loss.png`.
         steps: of the whole run.
         done: steps that a resumed run has already; later lines of an old log are dropped.
         stages: how many there are.
+        config: of the run, as JSON has it.
         console: where to print; a bar is drawn only on a terminal, elsewhere one line every 10 seconds.
     """
 
     def __init__(
-        self, folder: Path, *, steps: int, done: int = 0, stages: int = 1, console: Console | None = None
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        done: int = 0,
+        stages: int = 1,
+        config: Mapping[str, Any] | None = None,
+        console: Console | None = None,
     ) -> None:
         self._folder = folder
-        self._steps, self._done, self._stages = steps, done, stages
+        self._steps, self._done = steps, done
+        self._stage, self._stages = 0, stages
         self._console = console or Console()
-        self._log = Log(folder / "log.jsonl", done=done)
+        self._log = Log(folder / LOG, done=done)
+        write_settings(folder, steps=steps, config=config or {})
         self._behind = False  # whether it was told that the log waits for room
         self._board: Any = None
         self._on_board(self._open_board, done)
@@ -113,6 +125,7 @@ class Report:
             steps: of the stage.
             text: its mesh and rotations, in a line.
         """
+        self._stage = number
         begins = {"seq_len": seq_len, "first_step": first_step, "steps": steps, "text": text}
         before = [r for r in self._log.records if "begins" in r]
         if not before or (before[-1]["stage"], before[-1]["begins"]) != (number, begins):
@@ -139,11 +152,10 @@ class Report:
         self.say(f"after step {step}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
 
     def sequence(self, scene: Scene) -> None:
-        """Writes `ring.html`: a page of pictures of how a sequence is shared out."""
-        try:
-            write_whole(self._folder / "ring.html", page(pictures_of(scene).figures).encode())
-        except RingspunError as problem:
-            self.say(f"ring.html is not drawn: {problem}")
+        """Writes `ring.html`, a page of pictures of how a sequence is shared out; `ring-stage-2.html` in stage 1."""
+        name = pictures_name(self._stage)
+        with self._drawing(name):
+            write_whole(self._folder / name, page(pictures_of(scene).figures).encode())
 
     def say(self, text: str) -> None:
         """Prints one line; where nothing can be printed (to a file on a full disk), nothing."""
@@ -159,7 +171,12 @@ class Report:
             self._scalar(f"train/{key}", values[key], record.step)
         if record.peak_bytes:
             self._peak = f", peak {max(record.peak_bytes) / MIB:,.1f} MiB a rank"
-        figures = f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s{self._peak}"
+        figures = f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s"
+        if record.mfu is not None:
+            figures += f", MFU {shown(record.mfu, 'share')}"
+        if record.waiting is not None and record.waiting_most is not None:
+            figures += f", waits {shown(record.waiting, 'share')} (most {shown(record.waiting_most, 'share')})"
+        figures += self._peak
         with suppress(OSError):
             self._bar.update(self._task, completed=record.step, figures=figures)
         if self._bar.disable and (record.step in (1, self._steps) or time.monotonic() > self._next_line_s):
@@ -198,13 +215,20 @@ class Report:
             self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=done + 1)
 
     def _draw(self) -> None:
+        with self._drawing(REPORT):
+            write_page(self._folder, self._log.records)
         if importlib.util.find_spec("matplotlib") is None:
             self.say("loss.png is not drawn: pip install 'ringspun[plot]'")
             return
-        try:
+        with self._drawing("loss.png"):
             draw_loss(self._log.records, self._folder / "loss.png")
+
+    @contextmanager
+    def _drawing(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except RingspunError as problem:
-            self.say(f"loss.png is not drawn: {problem}")
+            self.say(f"{name} is not drawn: {problem}")
 
 
 def draw_loss(records: list[dict[str, Any]], path: Path) -> None:

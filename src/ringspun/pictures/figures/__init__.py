@@ -9,6 +9,7 @@ from ringspun.pictures.figures.compare import CompareFigure
 from ringspun.pictures.figures.layout import LayoutFigure
 from ringspun.pictures.figures.mask import MaskFigure
 from ringspun.pictures.figures.memory import MemoryFigure
+from ringspun.pictures.figures.run import RunFigure
 from ringspun.pictures.figures.schedule import ScheduleFigure
 from ringspun.pictures.figures.timeline import TimelineFigure
 from ringspun.pictures.scene import Scene
@@ -31,6 +32,7 @@ __all__ = [
     "LayoutFigure",
     "MaskFigure",
     "MemoryFigure",
+    "RunFigure",
     "ScheduleFigure",
     "TimelineFigure",
 ]

@@ -26,6 +26,8 @@ class Figure:
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = "Ring attention, step by step"  # of a page that begins with it
+    source: ClassVar[str] = "the schedule that a ring runs by"  # what it is drawn from
     words: str
     notes: tuple[str, ...]
 

@@ -22,9 +22,10 @@ from ringspun.pictures.figures.compare import CompareFigure
 from ringspun.pictures.figures.layout import LayoutFigure
 from ringspun.pictures.figures.mask import MaskFigure
 from ringspun.pictures.figures.memory import MemoryFigure
+from ringspun.pictures.figures.run import RunFigure
 from ringspun.pictures.figures.schedule import ScheduleFigure
 from ringspun.pictures.figures.timeline import TimelineFigure
-from ringspun.pictures.plot import bars, planes, steps
+from ringspun.pictures.plot import bars, curves, planes, steps
 from ringspun.pictures.plot.style import STYLE
 
 if TYPE_CHECKING:
@@ -80,3 +81,4 @@ draw.register(BalanceFigure, steps.of_balance)
 draw.register(MemoryFigure, bars.of_memory)
 draw.register(TimelineFigure, bars.of_timeline)
 draw.register(CompareFigure, bars.of_compare)
+draw.register(RunFigure, curves.of_run)

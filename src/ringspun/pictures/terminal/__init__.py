@@ -13,9 +13,10 @@ from ringspun.pictures.figures.compare import CompareFigure
 from ringspun.pictures.figures.layout import LayoutFigure
 from ringspun.pictures.figures.mask import MaskFigure
 from ringspun.pictures.figures.memory import MemoryFigure
+from ringspun.pictures.figures.run import RunFigure
 from ringspun.pictures.figures.schedule import ScheduleFigure
 from ringspun.pictures.figures.timeline import TimelineFigure
-from ringspun.pictures.terminal import bars, planes, steps
+from ringspun.pictures.terminal import bars, curves, planes, steps
 from ringspun.pictures.terminal.glyphs import in_ascii
 
 COLUMNS = 64
@@ -51,3 +52,4 @@ body.register(BalanceFigure, steps.of_balance)
 body.register(MemoryFigure, bars.of_memory)
 body.register(TimelineFigure, bars.of_timeline)
 body.register(CompareFigure, bars.of_compare)
+body.register(RunFigure, curves.of_run)

@@ -10,7 +10,8 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,15 +55,32 @@ RankProgram = Generator["list[Transfer] | Ticket", Any, T]
 
 
 @dataclass
+class Waits:
+    """How long this process has waited for others so far (seconds)."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around a wait."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+@dataclass
 class Counts:
     """What went over the wire since the driver was made; equal to `ringspun.core.accounting`.
 
     Args:
-        messages, bytes: sent, per (sender, receiver) in ring ranks.
+        messages, bytes: sent, per (sender, receiver) in ring ranks. waits: for messages and in collectives.
     """
 
     messages: Counter[tuple[int, int]] = field(default_factory=Counter)
     bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    waits: Waits = field(default_factory=Waits)
 
     def sent(self, sender: int, transfer: Transfer) -> None:
         """Count one message."""

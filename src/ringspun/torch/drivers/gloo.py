@@ -124,9 +124,10 @@ class Gloo(Driver):
     def _wait(self, works: list[Any], whats: list[str]) -> None:
         """Wait for all of `works`, together no longer than the timeout."""
         end = time.monotonic() + self._timeout.total_seconds()
-        for work, what in zip(works, whats, strict=True):
-            left = timedelta(seconds=max(end - time.monotonic(), 1e-3))  # 0 would mean for ever
-            self._guarded(functools.partial(work.wait, left), what)
+        with self.counts.waits.timed():
+            for work, what in zip(works, whats, strict=True):
+                left = timedelta(seconds=max(end - time.monotonic(), 1e-3))  # 0 would mean for ever
+                self._guarded(functools.partial(work.wait, left), what)
 
     def _guarded(self, action: Callable[[], Any], what: str) -> Any:
         """Run a torch.distributed call; its failure becomes a `PeerError` that says who, what, and what peers said."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Together, Transfer
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Together, Transfer, Waits
 
 
 class Part(Driver):
@@ -90,6 +90,10 @@ class CountsOfPart(Counts):
     @property
     def bytes(self) -> Counter[tuple[int, int]]:  # type: ignore[override]
         return self._whole.bytes
+
+    @property
+    def waits(self) -> Waits:  # type: ignore[override]
+        return self._whole.waits
 
     def sent(self, sender: int, transfer: Transfer) -> None:
         self._whole.sent(self._ranks[sender], replace(transfer, peer=self._ranks[transfer.peer]))
