@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 from ringspun import Causal, Documents, Window
 from ringspun.cli.show import app
+from ringspun.pictures.page import page
+from ringspun.train import run_page
+from tests.pictures.scenes import a_log
 from tests.pictures.test_measured import log_of, rings
 
 
@@ -25,21 +28,36 @@ def asked(*arguments: str):
     return json.loads(told(*arguments, "--json"))
 
 
-def test_pictures_are_shown_without_a_framework():
+def test_pictures_are_shown_without_a_framework(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.5}')
     program = (
-        "import sys; sys.argv = ['ringspun', 'show', 'all', '--seq-len', '64']\n"
+        "import sys\n"
         "from ringspun.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
+        f"for words in (['all', '--seq-len', '64'], ['run', {str(tmp_path)!r}]):\n"
+        "    sys.argv = ['ringspun', 'show', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit: pass\n"
         "print('loaded:', *(m for m in ('torch', 'jax', 'matplotlib') if m in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     out = done.stdout
     assert out.splitlines()[-1].split() == ["loaded:"]
     for words in ("queries down", "beside each rank its tokens", "forward: keys travel", "bytes of a link",
-                  "one rank with the whole sequence", "predicted: forward"):  # fmt: skip
+                  "one rank with the whole sequence", "predicted: forward", "1 of 1 steps"):  # fmt: skip
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_run_is_drawn_anew(tmp_path):
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in a_log()))
+    assert asked("run", str(tmp_path))["done"] == 9 and not (tmp_path / "report.html").exists()
+    out = told("run", str(tmp_path))
+    assert "stage 2, steps 7 to 10 of 256 tokens; ring 2" in out and f"wrote {tmp_path / 'report.html'}" in out
+    assert (tmp_path / "report.html").read_text() == page([run_page.figure_of(tmp_path)])
+    told("run", str(tmp_path), "--save", str(tmp_path / "run.html"))
+    assert (tmp_path / "run.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+    assert "run must be the output folder of a training run" in told("run", str(tmp_path / "none"), code=2)
+    assert "run must come with one folder" in told("run", code=2)
 
 
 def test_strings_say_what_is_drawn():

@@ -16,7 +16,7 @@ from ringspun.pictures.figures import layout, schedule
 from ringspun.pictures.figures.base import KINDS
 from ringspun.pictures.page import page
 from tests.pictures.browser import NAMES, Browser, executable
-from tests.pictures.scenes import SCENES, all_figures
+from tests.pictures.scenes import SCENES, a_run, all_figures
 
 pytestmark = pytest.mark.skipif(executable() is None, reason=f"needs a browser on the PATH: {', '.join(NAMES)}")
 NARROW = [375, 320]
@@ -51,7 +51,7 @@ def test_it_loads_without_a_complaint_or_a_request_and_fits(browser, shown, widt
     assert browser.problems == [] and browser.requests == [file.as_uri()]
     assert browser.run("document.documentElement.scrollWidth") <= browser.run("innerWidth") == width
     assert browser.run("[...document.querySelectorAll('section')].map(s => s.dataset.figure)") == [
-        "schedule", "layout", "mask", "balance", "memory", "timeline", "compare"
+        "schedule", "layout", "mask", "balance", "memory", "timeline", "compare", "run"
     ]  # fmt: skip
     assert browser.run("[...document.querySelectorAll('section')].every(s => s.querySelector('svg'))")
 
@@ -193,6 +193,46 @@ def test_a_finger_hits_every_control(browser, shown, width):
     """WCAG 2.2, 2.5.8: 24 x 24 at least."""
     shown([schedule.of(SCENES["zigzag"])], width=width)
     assert all(min(size) >= 24 for size in browser.run("look.controls()"))
+
+
+def readings(browser: Browser) -> list[str]:
+    found: list[str] = browser.run("[...document.querySelectorAll('.run h3 ~ .note')].map(note => note.textContent)")
+    return found
+
+
+def drawn(browser: Browser) -> list[list[str]]:
+    curves = "[...document.querySelectorAll('.curve[data-curve]')].map(c => [c.dataset.curve, c.dataset.stage])"
+    found: list[list[str]] = browser.run(curves)
+    return found
+
+
+def test_a_run_is_read_step_by_step_and_stage_by_stage(browser, shown):
+    figure = a_run()
+    shown([figure], width=375)
+    assert drawn(browser) == [[c.name, str(c.stage)] for panel in figure.panels for c in panel.curves]
+    assert browser.run("document.querySelectorAll('[data-switch]').length") == len(figure.panels)
+    assert all(min(size) >= 24 for size in browser.run("look.controls()"))
+    assert readings(browser)[0] == "training 1.5; loss@64 2.75 (step 6); loss@256 2 (step 6)"  # at the last step
+    slider = "document.querySelector('input[type=range]')"
+    browser.run(f"{slider}.focus()")
+    browser.press("Home")
+    assert (step(browser), readings(browser)[0]) == (0, "")
+    browser.press("ArrowRight", 2)
+    assert readings(browser)[0] == "training 5" and "fullest rank 3.00 MiB; emptiest rank 2.00 MiB" in readings(browser)
+    assert browser.run(f"{slider}.getAttribute('aria-valuetext')") == "step 2: training 5"
+    browser.click("input[value='stage 2']")
+    assert browser.run(f"[{slider}.min, {slider}.max].map(Number)") == [6, 10] and step(browser) == 6
+    assert {stage for _, stage in drawn(browser)} == {"1"} and not browser.run(
+        "document.querySelector('[data-switch]')"
+    )
+    browser.resize(1280, 900)
+    assert step(browser) == 6 and browser.run("document.querySelector(\"input[value='stage 2']\").checked")
+    assert browser.run("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))") == ["ring-stage-2.html"]
+    browser.run("look.opened()")
+    cells = browser.run(
+        "[...document.querySelectorAll('details tbody tr')].map(r => [...r.children].map(c => c.textContent))"
+    )
+    assert cells[0] == ["6", "2", "", "2.75", "2"] and ["model.layers", "2"] in cells and browser.problems == []
 
 
 def test_another_width_keeps_the_step(browser, shown):

@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from ringspun.pictures.docs import PICTURES
 from ringspun.pictures.figures import OF_SCENE, compare, schedule, timeline
 from ringspun.pictures.save import save
 from ringspun.planner.hardware import cluster
+from tests.pictures.scenes import a_run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -56,6 +58,7 @@ def figures():
     scenes = [scene, Scene.of(100, 3, layout=Contiguous(), documents=Documents([60, 30]))]
     yield timeline.of(scene, *timeline.on(scene, cluster("H100", 3)))
     yield compare.of(scenes, *timeline.on(scene, cluster("H100", 3)))
+    yield replace(a_run(), panels=a_run().panels[:2])  # each takes long
 
 
 def test_files_hold_their_numbers_and_are_the_same_twice(tmp_path):

@@ -19,6 +19,7 @@ from training_runs import (
     die_in_checkpoint_4,
     die_in_step_4,
     launch_torn,
+    logged_steps,
     losses,
     no_space_in_checkpoint_4,
     outcome,
@@ -38,6 +39,7 @@ from ringspun.train.data import find_text
 from ringspun.train.launch import Job, start_ranks
 from ringspun.train.loop import Hooks
 from ringspun.train.output import claimed
+from ringspun.train.run_page import figure_of
 
 
 def names(folder: Path) -> list[str]:
@@ -56,6 +58,8 @@ def test_killed_in_a_step_and_in_a_checkpoint_the_run_goes_on(tmp_path: Path) ->
     with pytest.raises(LaunchError, match=r"rank 1 failed: Signal 9 \(SIGKILL\)"):
         launch.launch(Job(two, corpus, hooks=Hooks(after_backward=die_in_step_4)))
     assert names(checkpoints) == ["step-000002"]
+    assert figure_of(tmp_path / "run").done == 3 and (tmp_path / "run" / "report.html").exists()
+    assert all(0 < record["waiting"] <= record["waiting_most"] < 1 for record in logged_steps(tmp_path / "run"))
     with pytest.raises(LaunchError, match=r"rank 0 failed: Signal 9 \(SIGKILL\)"):
         launch.launch(Job(two, corpus, hooks=Hooks(before_publish=die_in_checkpoint_4)))
     assert names(checkpoints) == ["step-000002"]

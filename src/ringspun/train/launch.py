@@ -31,6 +31,7 @@ from ringspun.train.mesh import Mesh
 from ringspun.train.meshes import JobMesh, check_sizes, make_mesh
 from ringspun.train.model import route_of
 from ringspun.train.output import CHECKPOINTS, claimed
+from ringspun.train.run_page import drawn_on_failure
 
 _TIMEOUT_S = 600
 _CAUSE_FIRST_S = 2.0
@@ -76,7 +77,8 @@ def launch(job: Job) -> None:
         if job.config.processes == 1 and not job.config.needs_mesh:
             work(job)
         else:
-            start_ranks(job.config.processes, work, job, logs=job.config.output)
+            with drawn_on_failure(job.config.output):
+                start_ranks(job.config.processes, work, job, logs=job.config.output)
 
 
 def work(job: Job) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ringspun.errors import DataError
+from ringspun.errors import DataError, RingspunError
 from ringspun.pictures.figures import RunFigure, run
 from ringspun.pictures.page import page
 from ringspun.train.log import records
@@ -62,6 +63,17 @@ def write_page(folder: Path, logged: Sequence[Mapping[str, Any]] | None = None) 
     """
     write_whole(folder / REPORT, page([figure_of(folder, logged)]).encode())
     return folder / REPORT
+
+
+@contextmanager
+def drawn_on_failure(folder: Path) -> Iterator[None]:
+    """Around ranks whose rank 0 may be ended before it can draw its page: it is drawn here, if there is a step."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RingspunError):
+            write_page(folder)
+        raise
 
 
 def _settings(path: Path) -> dict[str, Any]:
