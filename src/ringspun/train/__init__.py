@@ -36,6 +36,8 @@
     output.py         the output folder: checked, locked, moved aside
     log.py            one line a step, which a full disk only delays
     report.py         progress bar, log, TensorBoard, loss curve
+    meter.py          what a step took: time, MFU, how long ranks waited
+    run_page.py       a run's folder as a page of curves, stage by stage
     proof.py          ring against one process: loss, every gradient, attention memory
     launch.py         starts the local ranks, or joins a job
 

@@ -39,8 +39,9 @@ def _stage(stage: Stage, figure: RunFigure) -> Iterator[Text]:
         told.append(f"waits {' to '.join(shown(part, 'share') for part in stage.waiting)}")
     if stage.peak_bytes is not None:
         told.append(f"peak {shown(stage.peak_bytes, 'bytes')}")
-    if told:
-        yield Text("  " + ", ".join(told), style="dim")
+    for few in (told[:3], told[3:]):
+        if few:
+            yield Text("  " + ", ".join(few), style="dim")
 
 
 def _panel(panel: Panel, figure: RunFigure) -> Iterator[Text]:
