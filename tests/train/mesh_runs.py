@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from training_runs import no_space_in_checkpoint_4, tiny_config
+from training_runs import PEAK_FLOPS, no_space_in_checkpoint_4, tiny_config
 
 from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError
@@ -74,6 +74,7 @@ class Told:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
     digest: str = ""
     position: dict[str, int] = field(default_factory=dict)
 
@@ -83,6 +84,8 @@ class Told:
     def step(self, record: StepRecord) -> None:
         self.losses.append(record.loss)
         self.norms.append(record.grad_norm)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.flops.append((record.mfu or 0.0) * record.seconds * ranks * PEAK_FLOPS)
 
 
 def run_on(on: On, folder: Path, *, hooks: Hooks | None = None, **changes: Any) -> Run:

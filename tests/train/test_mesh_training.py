@@ -61,6 +61,7 @@ def test_every_mesh_has_the_losses_of_one_process(runs) -> None:
         assert one.losses == pytest.approx(expected.losses, rel=1e-5), name
         assert one.norms == pytest.approx(expected.norms, rel=1e-4), name
         assert one.position == expected.position
+        assert one.flops == pytest.approx(expected.flops, rel=1e-9) and min(one.flops) > 0, name
 
 
 def test_what_saves_memory_goes_with_fsdp(runs, pools) -> None:

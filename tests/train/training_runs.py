@@ -24,6 +24,7 @@ from ringspun.train.launch import Job, launch, work
 from ringspun.train.loop import Hooks
 
 SEQ_LEN = 64
+PEAK_FLOPS = 1e9  # of a rank; not measured
 
 
 def tiny_toml(*, steps: int) -> str:
@@ -52,7 +53,7 @@ def tiny_config(output: Path, **changes: Any) -> TrainConfig:
         "warmup_steps": 2,
         "seed": 3,
         "checkpoint_every": 2,
-        "peak_flops": 1e9,  # not measured
+        "peak_flops": PEAK_FLOPS,
         "output": str(output),
     }
     return TrainConfig.model_validate(values | changes)
