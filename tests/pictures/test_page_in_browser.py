@@ -12,7 +12,7 @@ from ringspun.core.partition import Partition, Sides
 from ringspun.core.route import Ring
 from ringspun.core.wire import Payload
 from ringspun.pictures import Scene
-from ringspun.pictures.figures import layout, schedule
+from ringspun.pictures.figures import layout, run, schedule
 from ringspun.pictures.figures.base import KINDS
 from ringspun.pictures.page import page
 from tests.pictures.browser import NAMES, Browser, executable
@@ -233,6 +233,25 @@ def test_a_run_is_read_step_by_step_and_stage_by_stage(browser, shown):
         "[...document.querySelectorAll('details tbody tr')].map(r => [...r.children].map(c => c.textContent))"
     )
     assert cells[0] == ["6", "2", "", "2.75", "2"] and ["model.layers", "2"] in cells and browser.problems == []
+
+
+def test_what_was_not_measured_has_no_column(browser, shown):
+    heads = "[...document.querySelector('thead').querySelectorAll('th')].map(th => th.textContent)"
+    shown([a_run()])
+    assert browser.run(heads) == [
+        "Stage",
+        "Tokens",
+        "Steps",
+        "Mesh",
+        "Loss",
+        "Tokens/s",
+        "MFU",
+        "Waiting, mean",
+        "most",
+        "Peak memory",
+    ]
+    shown([run.of([{"step": 1, "loss": 2.0, "tokens_per_s": 1e6}])])
+    assert browser.run(heads) == ["Stage", "Steps", "Loss", "Tokens/s"] and browser.problems == []
 
 
 def test_another_width_keeps_the_step(browser, shown):

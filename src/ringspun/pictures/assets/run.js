@@ -51,11 +51,13 @@ const STAGE_HEADS = ["Stage", "Tokens", "Steps", "Mesh", "Loss", "Tokens/s", "MF
 
 function stageTable(figure) {
   const or = (value, form) => (value === null || value === undefined ? "" : form(value)), share = FORMS.share;
-  return table("Stages: medians of speed and MFU, means of waiting, memory of the fullest rank", STAGE_HEADS, figure.stages.map(stage => [
+  const rows = figure.stages.map(stage => [
     stage.pictures ? el("a", {href: stage.pictures}, stageName(stage), ", its ring") : stageName(stage), stage.seq_len ? number(stage.seq_len) : "",
     `${number(stage.first_step)}–${number(stage.first_step + stage.steps - 1)}` + (stage.done < stage.steps ? `, ${number(stage.done)} done` : ""),
     stage.text, or(stage.loss, loss => loss.map(figured).join(" → ")), or(stage.tokens_per_s, figured), or(stage.mfu, share),
-    or(stage.waiting, waits => share(waits[0])), or(stage.waiting, waits => share(waits[1])), or(stage.peak_bytes, bytes)]));
+    or(stage.waiting, waits => share(waits[0])), or(stage.waiting, waits => share(waits[1])), or(stage.peak_bytes, bytes)]);
+  const told = row => row.filter((_, i) => rows.some(other => other[i])); // what no stage has, has no column
+  return table("Stages: medians of speed and MFU, means of waiting, memory of the fullest rank", told(STAGE_HEADS), rows.map(told));
 }
 
 // One panel. `view`: the stage that is shown, or null; the steps at the ends of the axis.
