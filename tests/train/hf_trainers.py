@@ -1,0 +1,173 @@
+"""Small trainings by Hugging Face's Trainer: in one process, on a loopback, on processes. Started ones import this."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from ringspun.integrations.trainer import RingTrainer
+from ringspun.torch import ContextParallel, Loopback
+from ringspun.train.meshes import make_mesh
+
+S, VOCAB = 23, 61
+ROWS = [torch.randint(0, VOCAB, (S,), generator=torch.manual_seed(i)).tolist() for i in range(7)]
+
+
+def build(layers: int = 2) -> Any:
+    """A Llama whose scores are far from uniform, the same each time."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=layers, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)
+    return model
+
+
+def collate(rows: list[list[int]]) -> dict[str, Tensor]:
+    """Whole rows, with prompts of different lengths, of which nothing is learnt: means of means would be others."""
+    ids = torch.tensor(rows)
+    labels = ids.clone()
+    for label, row in zip(labels, rows, strict=True):
+        label[: row[0] % 20] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def settings(folder: str, **changes: Any) -> TrainingArguments:
+    """SGD, for Adam hides a wrong scale; clipped always."""
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0.3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(output_dir=folder, **values | changes)
+
+
+@dataclass
+class Found(TrainerCallback):  # type: ignore[misc]
+    """What a training came to; as a callback, it keeps every step's gradients."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    evaluated: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    flos: float = 0.0
+    epochs: list[float] = field(default_factory=list)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        named = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+        self.gradients.append({name: grad.clone() for name, grad in named if grad is not None})
+
+    def close_to(self, expected: Found, *, tolerance: float = 1e-5) -> None:
+        """Losses, norms and every gradient, relative to the largest of its kind."""
+        assert self.losses and len(self.losses) == len(expected.losses) == len(self.gradients)
+        for mine, theirs in ((self.losses, expected.losses), (self.norms, expected.norms)):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=tolerance, atol=0)
+        assert abs(self.evaluated - expected.evaluated) <= tolerance * expected.evaluated
+        for mine, theirs in zip(self.gradients, expected.gradients, strict=True):
+            assert mine.keys() == theirs.keys() and mine
+            for name, grad in theirs.items():
+                assert float((mine[name] - grad).abs().max()) <= tolerance * float(grad.abs().max()), name
+
+
+def run(trainer: Any, found: Found, **how: Any) -> Found:
+    """Trains, evaluates; everything that is compared."""
+    trainer.add_callback(found)
+    trainer.train(**how)
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found.losses = [entry["loss"] for entry in steps]
+    found.norms = [entry["grad_norm"] for entry in steps]
+    found.epochs = [entry["epoch"] for entry in steps]
+    found.evaluated = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else 0.0
+    found.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    found.flos = trainer.state.total_flos
+    return found
+
+
+def alone(*, model: Any = None, folder: str | None = None, evaluated: int = 5, **changes: Any) -> Found:
+    """By Transformers' own Trainer, in one process, the model by its own attention."""
+    with tempfile.TemporaryDirectory() as temporary:
+        trainer = Trainer(
+            model or build(), settings(folder or temporary, **changes), data_collator=collate, train_dataset=ROWS
+        )
+        trainer.eval_dataset = ROWS[:evaluated]
+        found = run(trainer, Found())
+    whole, targets = 0.0, 0  # the stock evaluation is a mean of batches' means
+    for row in ROWS[:evaluated]:
+        batch = collate([row])
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        with torch.no_grad():
+            whole += count * float(trainer.model(**batch).loss)
+        targets += count
+    found.evaluated = whole / targets
+    return found
+
+
+def on_loopback(size: int, *, model: Any = None, data: Any = ROWS, collator: Any = collate, **changes: Any) -> Found:
+    """On a ring in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = RingTrainer(
+            model or build(),
+            settings(folder, **changes),
+            context=ContextParallel(Loopback(size)),
+            data_collator=collator,
+            train_dataset=data,
+            eval_dataset=data[:5],
+        )
+        return run(trainer, Found())
+
+
+@contextmanager
+def as_job() -> Iterator[None]:
+    """As torchrun would have started this process of a pool; Accelerate keeps its state in classes."""
+    from accelerate.state import AcceleratorState
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def on_ranks(ring_rank: int, sizes: dict[str, int], **changes: Any) -> Found:
+    """On a mesh of processes."""
+    with as_job(), tempfile.TemporaryDirectory() as folder:
+        trainer = RingTrainer(
+            build(),
+            settings(folder, **changes),
+            mesh=make_mesh(**sizes),
+            data_collator=collate,
+            train_dataset=ROWS,
+            eval_dataset=ROWS[:5],
+        )
+        return run(trainer, Found())
