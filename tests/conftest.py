@@ -27,6 +27,8 @@ PRELOAD = (
     # what the tests of training fork from the same server
     "ringspun.train.proof",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "accelerate",
 )
 
 

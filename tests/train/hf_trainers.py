@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from ringspun.errors import RingspunError
 from ringspun.integrations.trainer import RingTrainer
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.meshes import make_mesh
@@ -125,16 +126,16 @@ def alone(*, model: Any = None, folder: str | None = None, evaluated: int = 5, *
     return found
 
 
-def on_loopback(size: int, *, model: Any = None, data: Any = ROWS, collator: Any = collate, **changes: Any) -> Found:
+def on_loopback(size: int, *, model: Any = None, **changes: Any) -> Found:
     """On a ring in this process."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = RingTrainer(
             model or build(),
             settings(folder, **changes),
             context=ContextParallel(Loopback(size)),
-            data_collator=collator,
-            train_dataset=data,
-            eval_dataset=data[:5],
+            data_collator=collate,
+            train_dataset=ROWS,
+            eval_dataset=ROWS[:5],
         )
         return run(trainer, Found())
 
@@ -171,3 +172,28 @@ def on_ranks(ring_rank: int, sizes: dict[str, int], **changes: Any) -> Found:
             eval_dataset=ROWS[:5],
         )
         return run(trainer, Found())
+
+
+def interrupted(ring_rank: int, folder: str) -> tuple[Found, Found]:
+    """Four steps, and the same with an end after two."""
+    with as_job(), tempfile.TemporaryDirectory() as other:
+
+        def trained(where: str, steps: int, *, resume: bool = False) -> Found:
+            args = settings(where, max_steps=steps, save_strategy="steps", save_steps=2, optim="adamw_torch")
+            trainer = RingTrainer(build(), args, data_collator=collate, train_dataset=ROWS)
+            return run(trainer, Found(), resume_from_checkpoint=resume or None)
+
+        straight = trained(other, 4)
+        trained(folder, 2)
+        return straight, trained(folder, 4, resume=True)
+
+
+def unlike(ring_rank: int) -> tuple[str, str]:
+    """What training says where each rank has other rows."""
+    with as_job(), tempfile.TemporaryDirectory() as folder:
+        trainer = RingTrainer(build(), settings(folder), data_collator=collate, train_dataset=ROWS[ring_rank:])
+        try:
+            trainer.train()
+        except RingspunError as problem:
+            return type(problem).__name__, str(problem)
+    return "nothing", ""

@@ -154,8 +154,17 @@ class RingBatches:
 
 
 def on_ring(model: nn.Module) -> nn.Module:
-    """`model`, prepared for the ring unless it is; of a PEFT model, what the adapters are in."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    """`model`, prepared for the ring unless it is; of a PEFT model, what the adapters are in.
+
+    Raises:
+        UnsupportedByRing: adapters that put tokens of their own before the sequence. Others as `prepare`.
+    """
+    if getattr(adapter := getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedByRing(
+            f"model must add no tokens of its own; got {type(adapter).__name__}, whose tokens every shard would begin "
+            "with. Use adapters inside of the layers, such as LoRA."
+        )
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if base.config._attn_implementation != NAME:
         prepare(base)
     return model
