@@ -109,6 +109,15 @@ def test_fsdp2_has_the_same_losses_on_any_mesh_and_resumes(alone, capsys):
     assert one[4] == one[3] and two[4] == two[3]
 
 
+@pytest.mark.processes
+def test_hf_trainer_prints_the_same_losses_on_one_rank_and_on_two(capsys):
+    """Packed documents, micro-batches, an evaluation; alone it is no job at all."""
+    one, two = here("hf_trainer.py", capsys), by_torchrun("hf_trainer.py", ranks=2)
+    losses = [[float(x) for x in re.findall(r"\d\.\d{5}", text.partition("losses")[2])] for text in (one, two)]
+    assert len(losses[0]) == 4 and losses[0][3] < losses[0][0] - 0.5
+    assert losses[1] == pytest.approx(losses[0], abs=3e-5)
+
+
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_an_example_stays_short(example):
     """A program to start from, not a framework; one that saves and resumes has more to show."""

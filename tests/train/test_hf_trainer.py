@@ -11,11 +11,11 @@ import pytest
 import torch
 from hf_trainers import S
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from ringspun.errors import DataError, UnsupportedByRing
 from ringspun.integrations.ring import on_ring
-from ringspun.integrations.trainer import RingTrainer
+from ringspun.integrations.trainer import RingTrainer, RingTrainerMixin
 from ringspun.integrations.trainer_refusals import ARGUMENTS, check_accelerator
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.collate import Collator
@@ -109,6 +109,11 @@ def test_a_loss_of_ones_own_and_a_model_of_model_init(tmp_path: Path, expected: 
     found.evaluated = metrics["eval_five_loss"]
     found.close_to(expected)
     assert metrics["eval_one_loss"] != found.evaluated
+
+
+def test_a_mixin_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must come before Trainer .* Write class Wrong\(RingTrainerMixin"):
+        type("Wrong", (Trainer, RingTrainerMixin), {})
 
 
 REFUSED = {

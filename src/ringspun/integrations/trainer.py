@@ -63,6 +63,15 @@ class RingTrainerMixin:
 
     loss_is_scaled_for_ga = True  # by the targets of all micro-batches
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(RingTrainerMixin):
+            raise TypeError(
+                f"RingTrainerMixin must come before Trainer among the bases of {cls.__name__}; it comes after, and "
+                f"would do nothing. Write class {cls.__name__}(RingTrainerMixin, ...)."
+            )
+
     def __init__(
         self,
         *args: Any,
