@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from hf_trainers import ROWS, Found, as_job, build, collate
+from hf_trainers import ROWS, Found, build, collate
 
 from ringspun.errors import UnsupportedByRing
 from ringspun.integrations.accelerate import RingBatches, backward, check_accelerator, evaluate, on_ring, steps
+from ringspun.testing.jobs import as_job
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.meshes import make_mesh
 
@@ -31,7 +32,7 @@ def trained(ring: RingBatches) -> Found:
         found.on_pre_optimizer_step(None, None, None, model=accelerator.unwrap_model(model))
         optimizer.step()
         optimizer.zero_grad()
-    found.evaluated = evaluate(model, ring, ring.loader(ROWS[:5], collate, batch_size=2))
+    found.evaluated_by_tokens = evaluate(model, ring, ring.loader(ROWS[:5], collate, batch_size=2))
     assert model.training
     return found
 

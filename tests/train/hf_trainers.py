@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from ringspun.errors import RingspunError
 from ringspun.integrations.trainer import RingTrainer
+from ringspun.testing.jobs import as_job
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.meshes import make_mesh
 
@@ -49,6 +46,7 @@ def settings(folder: str, **changes: Any) -> TrainingArguments:
     values: dict[str, Any] = {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
         "max_steps": 3,
         "optim": "sgd",
         "learning_rate": 0.5,
@@ -73,6 +71,7 @@ class Found(TrainerCallback):  # type: ignore[misc]
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     evaluated: float = 0.0
+    evaluated_by_tokens: float = 0.0
     weights: dict[str, Tensor] = field(default_factory=dict)
     flos: float = 0.0
     epochs: list[float] = field(default_factory=list)
@@ -86,7 +85,9 @@ class Found(TrainerCallback):  # type: ignore[misc]
         assert self.losses and len(self.losses) == len(expected.losses) == len(self.gradients)
         for mine, theirs in ((self.losses, expected.losses), (self.norms, expected.norms)):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=tolerance, atol=0)
-        assert abs(self.evaluated - expected.evaluated) <= tolerance * expected.evaluated
+        assert abs(self.evaluated_by_tokens - expected.evaluated_by_tokens) <= tolerance * expected.evaluated_by_tokens
+        if self.evaluated:  # by Trainer, as a mean of batches' means
+            assert abs(self.evaluated - expected.evaluated) <= tolerance * expected.evaluated
         for mine, theirs in zip(self.gradients, expected.gradients, strict=True):
             assert mine.keys() == theirs.keys() and mine
             for name, grad in theirs.items():
@@ -101,7 +102,9 @@ def run(trainer: Any, found: Found, **how: Any) -> Found:
     found.losses = [entry["loss"] for entry in steps]
     found.norms = [entry["grad_norm"] for entry in steps]
     found.epochs = [entry["epoch"] for entry in steps]
-    found.evaluated = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else 0.0
+    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    found.evaluated = metrics.get("eval_loss", 0.0)
+    found.evaluated_by_tokens = metrics.get("eval_token_loss", 0.0)
     found.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     found.flos = trainer.state.total_flos
     return found
@@ -115,14 +118,15 @@ def alone(*, model: Any = None, folder: str | None = None, evaluated: int = 5, *
         )
         trainer.eval_dataset = ROWS[:evaluated]
         found = run(trainer, Found())
-    whole, targets = 0.0, 0  # the stock evaluation is a mean of batches' means
+    whole, targets = 0.0, 0
     for row in ROWS[:evaluated]:
         batch = collate([row])
         count = int((batch["labels"][:, 1:] != -100).sum())
         with torch.no_grad():
             whole += count * float(trainer.model(**batch).loss)
         targets += count
-    found.evaluated = whole / targets
+    found.evaluated_by_tokens = whole / targets
+    assert abs(found.evaluated_by_tokens - found.evaluated) > 1e-3  # else they need not be told apart
     return found
 
 
@@ -140,32 +144,12 @@ def on_loopback(size: int, *, model: Any = None, **changes: Any) -> Found:
         return run(trainer, Found())
 
 
-@contextmanager
-def as_job() -> Iterator[None]:
-    """As torchrun would have started this process of a pool; Accelerate keeps its state in classes."""
-    from accelerate.state import AcceleratorState
-
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
 def on_ranks(ring_rank: int, sizes: dict[str, int], **changes: Any) -> Found:
     """On a mesh of processes."""
     with as_job(), tempfile.TemporaryDirectory() as folder:
         trainer = RingTrainer(
             build(),
-            settings(folder, **changes),
+            settings(folder, per_device_eval_batch_size=2 // sizes.get("dp_replicate", 1), **changes),
             mesh=make_mesh(**sizes),
             data_collator=collate,
             train_dataset=ROWS,

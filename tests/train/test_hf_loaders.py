@@ -43,7 +43,9 @@ def test_every_row_is_learnt_once_in_the_same_step_whatever_the_rings(
 
     one = read(batch * rings, 0, 1)
     several = [read(batch, rank, rings) for rank in range(rings)]
+    whole = RingSampler(rows, batch, place=DataPlace(0, rings), drop_last=drop)
     for k, expected in enumerate(one):
+        assert whole.rows_in(k) == len(expected)
         assert [i for of_rank in several for i in of_rank[k] if i >= 0] == expected
         assert all(0 <= ~i < rows for of_rank in several for i in of_rank[k] if i < 0)
     assert all(len(of_rank) == len(one) for of_rank in several)

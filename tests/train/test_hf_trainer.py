@@ -43,7 +43,7 @@ def test_recomputed_layers_and_bfloat16(expected: hf.Found) -> None:
     assert narrow.losses != expected.losses
 
 
-@pytest.mark.parametrize("names", ["q", "k", "v", "qv"])
+@pytest.mark.parametrize("names", ["q", "k", "v"])
 def test_adapters_of_some_projections_alone(names: str) -> None:
     """One layer, whose other projections need no gradient: a backward that counts on all of q, k, v would fail."""
 
@@ -82,9 +82,9 @@ def trained(folder: Path, data: str, *, resume: bool = False, **changes: Any) ->
     return hf.run(trainer, hf.Found(), resume_from_checkpoint=resume or None)
 
 
-@pytest.mark.parametrize(("data", "saved"), [("rows", 3), ("rows", 5), ("stream", 2)])
+@pytest.mark.parametrize(("data", "saved"), [("rows", 5), ("stream", 1)])
 def test_resuming_gives_the_same_bits(data: str, saved: int, tmp_path: Path) -> None:
-    """Inside of the first epoch, and of the second, whose order is another."""
+    """Inside of the second epoch, whose order is another; and of a stream, which has none."""
     straight = trained(tmp_path / "straight", data, max_steps=saved + 2)
     trained(tmp_path / "broken", data, max_steps=saved, save_strategy="steps", save_steps=saved)
     resumed = trained(tmp_path / "broken", data, max_steps=saved + 2, resume=True)
@@ -106,7 +106,7 @@ def test_a_loss_of_ones_own_and_a_model_of_model_init(tmp_path: Path, expected: 
     found = hf.run(trainer, hf.Found())
     trainer.eval_dataset = {"five": hf.ROWS[:5], "one": hf.ROWS[:1]}
     metrics = trainer.evaluate()
-    found.evaluated = metrics["eval_five_loss"]
+    found.evaluated, found.evaluated_by_tokens = metrics["eval_five_loss"], metrics["eval_five_token_loss"]
     found.close_to(expected)
     assert metrics["eval_one_loss"] != found.evaluated
 

@@ -42,6 +42,10 @@ class DataPlace:
 class RingLoader(DataLoader[Any]):
     """A loader whose order is that of an epoch; see `ring_loader`."""
 
+    def rows_in(self, batch: int) -> int:
+        """Rows that all rings together have in batch k: the last may have fewer. Batches of a stream count alike, 1."""
+        return self.batch_sampler.rows_in(batch) if isinstance(self.batch_sampler, RingSampler) else 1
+
     def set_epoch(self, epoch: int) -> None:
         """Begin with the order of this epoch (0, 1, ...)."""
         set_epoch: Any = getattr(self.batch_sampler, "set_epoch", None) or getattr(self.dataset, "set_epoch", None)
@@ -110,6 +114,11 @@ class RingSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Whose order comes next."""
         self.epoch = epoch
+
+    def rows_in(self, batch: int) -> int:
+        """Rows that all rings together have in batch k."""
+        size = self.batch_size * self.place.size
+        return min(size, self.rows - batch * size)
 
     def __len__(self) -> int:
         whole, rest = divmod(self.rows, self.batch_size * self.place.size)

@@ -11,7 +11,8 @@ What Trainer does on D data-parallel ranks is right on a ring but for these, whi
 | `get_batch_samples` | counts targets of whole sequences | cuts the micro-batches of a step, counts each target once |
 | `compute_loss` | the loss times the ranks | a share of the mean, times what DDP divides by |
 | `training_step` | the rank's own number | the whole's, the same on all ranks |
-| `prediction_step`, `evaluation_loop` | a mean of batches' means | the mean over all targets |
+| `prediction_step` | of the rank's rows | of the batch of all rings, the same on all ranks |
+| `evaluation_loop` | a mean of batches' means, `eval_loss` | the same; and `eval_token_loss`, over all targets |
 | `get_cp_size` | Accelerate's | ranks that hold one sequence, for batch sizes and rates |
 
 DDP, clipping, schedules, logging, checkpoints (written by rank 0), resuming and callbacks are Trainer's own. Read for
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -176,17 +178,27 @@ class RingTrainerMixin:
         with torch.no_grad(), me.compute_loss_context_manager():
             share, _ = self.share_of_loss(model, local, total)
         whole = self.ring.mean.whole(share)
+        whole = whole if total else torch.full_like(whole, torch.nan)  # 0 / 0, as in one process
         self._evaluated.append((float(whole), total))
         return whole, None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Trainer's; its loss is the mean over all targets, whatever batches they were read in."""
+    def evaluation_loop(
+        self, dataloader: RingLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        """Trainer's, and one metric more: `eval_token_loss`, the mean over all targets, whatever batches they were
+        read in. (`eval_loss` is Trainer's: the mean of the batches' means, each weighed by its rows.)"""
         above: Any = super()
+        me: Any = self
         self._evaluated = []
-        output = above.evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        total = sum(targets for _, targets in self._evaluated)
-        summed = sum(loss * targets for loss, targets in self._evaluated)
-        output.metrics[f"{metric_key_prefix}_loss"] = summed / (total or 1)
+        output = above.evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._evaluated:
+            losses, targets = np.array(self._evaluated).T
+            rows = np.array([dataloader.rows_in(k) for k in range(len(losses))])
+            if me.args.logging_nan_inf_filter and np.isfinite(losses).any():
+                rows = rows * np.isfinite(losses)
+            output.metrics[f"{metric_key_prefix}_loss"] = float(np.sum(losses * rows, where=rows > 0) / rows.sum())
+            summed = np.sum(losses * targets, where=targets > 0)
+            output.metrics[f"{metric_key_prefix}_token_loss"] = float(summed / (targets.sum() or 1))
         return output
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
