@@ -82,7 +82,8 @@ def curve(steps: int, rows: int, sizes: dict[str, int] | None) -> Curve:
             folder, use_cpu=True, remove_unused_columns=False, per_device_train_batch_size=rows, max_steps=steps,
             gradient_accumulation_steps=ACCUMULATED, per_device_eval_batch_size=rows, learning_rate=3e-3,
             warmup_steps=5, max_grad_norm=1.0, train_sampling_strategy="sequential", logging_steps=1,
-            eval_strategy="steps", eval_steps=steps // 2, save_strategy="no", report_to=[], disable_tqdm=True, log_level="error",
+            eval_strategy="steps", eval_steps=steps // 2, save_strategy="no", report_to=[], disable_tqdm=True,
+            log_level="error",
         )  # fmt: skip
         data = sequences()
         given = {"data_collator": collate, "train_dataset": data[8:], "eval_dataset": data[:8], "callbacks": [found]}

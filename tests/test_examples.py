@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -9,10 +11,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from ringspun.testing.jobs import as_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 90
@@ -109,10 +114,18 @@ def test_fsdp2_has_the_same_losses_on_any_mesh_and_resumes(alone, capsys):
     assert one[4] == one[3] and two[4] == two[3]
 
 
+def on_rank(ring_rank: int, example: str) -> str:
+    """What the program prints on a process of a pool, whose group it may not end."""
+    said = io.StringIO()
+    with as_job(), mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stdout(said):
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return said.getvalue()
+
+
 @pytest.mark.processes
-def test_hf_trainer_prints_the_same_losses_on_one_rank_and_on_two(capsys):
+def test_hf_trainer_prints_the_same_losses_on_one_rank_and_on_two(capsys, pools):
     """Packed documents, micro-batches, an evaluation; alone it is no job at all."""
-    one, two = here("hf_trainer.py", capsys), by_torchrun("hf_trainer.py", ranks=2)
+    one, two = here("hf_trainer.py", capsys), pools(2).run(on_rank, "hf_trainer.py")[0]
     losses = [[float(x) for x in re.findall(r"\d\.\d{5}", text.partition("losses")[2])] for text in (one, two)]
     assert len(losses[0]) == 4 and losses[0][3] < losses[0][0] - 0.5
     assert losses[1] == pytest.approx(losses[0], abs=3e-5)
