@@ -47,7 +47,7 @@ def settings(folder: str, **changes: Any) -> TrainingArguments:
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
         "per_device_eval_batch_size": 2,
-        "max_steps": 3,
+        "max_steps": 4,
         "optim": "sgd",
         "learning_rate": 0.5,
         "max_grad_norm": 0.3,
