@@ -86,6 +86,7 @@ class RingTrainerMixin:
         me: Any = self
         check_trainer(self)
         on_ring(me.model)
+        me.model_accepts_loss_kwargs = True  # how Transformers 5.0 asks for what is said above
         self.ring = RingBatches(context, mesh=mesh, mask=mask)
         self._evaluated: list[tuple[float, float]] = []
 
@@ -104,7 +105,7 @@ class RingTrainerMixin:
         return self._loader(
             me.train_dataset,
             batch_size=args.train_batch_size,
-            shuffle=args.train_sampling_strategy == "random",
+            shuffle=getattr(args, "train_sampling_strategy", "random") == "random",
             seed=args.seed if args.data_seed is None else args.data_seed,
             persistent_workers=args.dataloader_persistent_workers,
         )
