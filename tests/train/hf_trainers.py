@@ -155,6 +155,7 @@ def on_ranks(ring_rank: int, sizes: dict[str, int], **changes: Any) -> Found:
             train_dataset=ROWS,
             eval_dataset=ROWS[:5],
         )
+        trainer.evaluate()  # before anything is trained: Accelerate then takes the model for prepared
         return run(trainer, Found())
 
 

@@ -90,6 +90,16 @@ class RingTrainerMixin:
         self.ring = RingBatches(context, mesh=mesh, mask=mask)
         self._evaluated: list[tuple[float, float]] = []
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; of a model that was evaluated before, too.
+
+        Accelerate 1.15 marks a model that it prepared for evaluation as prepared, and then never wraps it in DDP.
+        """
+        above: Any = super()
+        me: Any = self
+        vars(me.model).pop("_is_accelerate_prepared", None)
+        return above.train(*args, **kwargs)
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model of `model_init`, prepared."""
         above: Any = super()
