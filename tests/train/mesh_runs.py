@@ -26,7 +26,7 @@ from ringspun.train import checkpointing, loop
 from ringspun.train.causal_lm import CausalLMLoss
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.chunked_loss import Terms
-from ringspun.train.data import Corpus, Position, find_text
+from ringspun.train.data import Corpus, find_text
 from ringspun.train.decoder_blocks import apply_blockwise
 from ringspun.train.gradients import gradient_scale
 from ringspun.train.loop import Hooks, Run, TrainState
@@ -105,7 +105,7 @@ def run_alone(folder: Path, corpus: Corpus, **changes: Any) -> Run:
 
 
 def told_of(state: TrainState) -> Told:
-    return Told(digest=digest(state), position=state.position.as_dict())
+    return Told(digest=digest(state), position=state.position)
 
 
 def digest(state: TrainState) -> str:
@@ -125,7 +125,7 @@ def trained(run: Run) -> Told:
     state, told = loop._begin(run, print), Told()
     with patch.object(loop, "peak_memory", lambda: nullcontext(SimpleNamespace(bytes=0))):  # the profiler takes seconds
         loop._train(run, state, told)
-    told.digest, told.position = digest(state), state.position.as_dict()
+    told.digest, told.position = digest(state), state.position
     return told
 
 
@@ -140,7 +140,7 @@ def load_on(rank: int, on: On, folder: Path, saved: list[str]) -> list[str]:
     for name in saved:
         torch.rand(3)
         state = loop._begin(run_on(on, folder, name=name), print)
-        assert state.position != Position()
+        assert state.position
         found.append(digest(state))
     return found
 

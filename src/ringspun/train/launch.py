@@ -25,7 +25,7 @@ from ringspun.errors import ConfigError, LaunchError, PeerError, RingBroken, Rin
 from ringspun.steplog import FOLDER_VARIABLE, dump_on_signal
 from ringspun.train.checkpointing import tidy
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import Corpus
+from ringspun.train.data import TrainingData
 from ringspun.train.loop import Hooks, Run, find_checkpoint, train
 from ringspun.train.mesh import Mesh
 from ringspun.train.meshes import JobMesh, check_sizes, make_mesh
@@ -44,14 +44,14 @@ class Job:
 
     Args:
         config: the run; its `processes` are started.
-        corpus: the files, found and checked already.
+        corpus: what it trains on, found and checked already.
         fresh: move an old output folder aside instead of going on from its last checkpoint.
         prove: compare the ring with one process at the end.
         hooks: see `ringspun.train.loop.Hooks`; functions of a module, so that they can travel.
     """
 
     config: TrainConfig
-    corpus: Corpus
+    corpus: TrainingData
     fresh: bool = False
     prove: bool = False
     hooks: Hooks = field(default_factory=Hooks)

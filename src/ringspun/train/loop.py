@@ -22,7 +22,7 @@ from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.config import TrainConfig
 from ringspun.train.contents import differences, manifest
-from ringspun.train.data import ByteStream, Corpus, PackedSequence, Position
+from ringspun.train.data import PackedSequence, Position, Sequences, TrainingData
 from ringspun.train.gradient import FlatGradient, Gradient, WrappedGradient
 from ringspun.train.gradients import gradient_scale
 from ringspun.train.mean import TokenMean
@@ -69,7 +69,7 @@ class TrainState:
     loss: nn.Module  # of a `Shard`: the share of it; what DDP or FSDP2 wraps
     optimizer: Optimizer
     gradient: Gradient
-    position: Position = field(default_factory=Position)
+    position: Position = field(default_factory=dict)
     step: int = 0
 
 
@@ -78,7 +78,7 @@ class Run:
     """One run on this rank: what to do, on what, with whom."""
 
     config: TrainConfig
-    corpus: Corpus
+    corpus: TrainingData
     context: ContextParallel
     mesh: Mesh = field(default_factory=Mesh)  # all ranks of the job
     devices: JobMesh | None = None  # the same as a mesh; None: one ring
@@ -90,9 +90,9 @@ class Run:
         return self.config.output / CHECKPOINTS
 
     @property
-    def stream(self) -> ByteStream:
+    def stream(self) -> Sequences:
         """The sequences of this run."""
-        return ByteStream(self.corpus, seq_len=self.config.seq_len, seed=self.config.seed)
+        return self.corpus.sequences(seq_len=self.config.seq_len, seed=self.config.seed)
 
 
 def train(run: Run, *, warn: Callable[[str], None] = print) -> TrainState:
@@ -119,7 +119,7 @@ def train(run: Run, *, warn: Callable[[str], None] = print) -> TrainState:
     return state
 
 
-def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str], None]) -> Checkpoint | None:
+def find_checkpoint(config: TrainConfig, corpus: TrainingData, *, warn: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint that a run of this config and data goes on from, or None for a new run.
 
     Raises:
@@ -174,7 +174,7 @@ def _begin(run: Run, warn: Callable[[str], None]) -> TrainState:
         raise CheckpointError(f"all ranks must see the same checkpoint; they found those of steps {steps}.")
     if found is not None:
         checkpointing.restore(found, model=model, optimizer=state.optimizer)
-        state.step, state.position = found.step, Position.from_dict(found.state["position"])
+        state.step, state.position = found.step, found.state["position"]
     if run.mesh.rank == 0:
         write_whole(run.config.output / DATA_MANIFEST, manifest(run.corpus.files))
     return state
@@ -233,7 +233,7 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
             _save(run, state)
 
 
-def _next_batch(stream: ByteStream, position: Position, sequences: int) -> list[PackedSequence]:
+def _next_batch(stream: Sequences, position: Position, sequences: int) -> list[PackedSequence]:
     """The sequences of one step, the same on all ranks."""
     batch = [stream.at(position)]
     while len(batch) < sequences:
@@ -261,7 +261,8 @@ def _step(run: Run, state: TrainState, batch: list[PackedSequence]) -> tuple[flo
         run.hooks.after_backward(number, state.model)
     digest = 0
     for packed in batch:
-        digest = zlib.crc32(packed.ids.tobytes(), digest)
+        for values in packed.arrays.values():
+            digest = zlib.crc32(values.tobytes(), digest)
     loss = check_step(
         run.mesh,
         step=number,
@@ -280,7 +281,7 @@ def _step(run: Run, state: TrainState, batch: list[PackedSequence]) -> tuple[flo
 
 def _backward(run: Run, state: TrainState, batch: list[PackedSequence]) -> float:
     """Gradients of this rank's sequences; its share of the loss, a mean over the targets of the whole batch."""
-    total = sum(len(packed.ids) - len(packed.documents.lengths) for packed in batch)  # a document's last has none
+    total = sum(packed.targets for packed in batch)  # known without a message: every rank has read them all
     mine, loss = batch if run.devices is None else batch[run.devices.data_rank :: run.devices.data_size], 0.0
     for packed in mine:
         last = packed is mine[-1]
@@ -309,7 +310,7 @@ def _save(run: Run, state: TrainState) -> None:
         "model": state.model,
         "optimizer": state.optimizer,
         "state": {
-            "position": state.position.as_dict(),
+            "position": state.position,
             "data": run.corpus.digest,
             "config": run.config.model_dump(mode="json"),
         },

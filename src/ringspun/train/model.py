@@ -77,21 +77,22 @@ class Shard:
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T], within documents
     targets: Tensor  # [1, T], already shifted; -100 where there is none
-    total_targets: int  # of the whole sequence, over all ranks
+    total_targets: float  # of the whole sequence, over all ranks: how many, or the sum of their weights
     plan: Plan
+    loss_weights: Tensor | None = None  # [1, T], of `targets`
 
     @classmethod
     def of(cls, packed: PackedSequence, context: ContextParallel) -> Self:
         """This rank's shard of a sequence, causal within its documents. Collective, for it makes a plan."""
         part = context.partition(seq_len=len(packed.ids), documents=packed.documents)
-        ids = torch.from_numpy(packed.ids)[None]
-        local = part.shard_batch({"input_ids": ids, "labels": ids})
+        local = part.shard_batch({name: torch.from_numpy(values)[None] for name, values in packed.arrays.items()})
         return cls(
             local["input_ids"],
             local["position_ids"],
             local["shift_labels"],
-            int(local["num_items_in_batch"]),
+            local.get("total_loss_weight", local["num_items_in_batch"]),
             part.plan(Causal() & packed.documents),
+            local.get("shift_loss_weights"),
         )
 
 
@@ -106,7 +107,9 @@ def shard_loss(model: nn.Module, shard: Shard, *, chunk_tokens: int = 1024) -> T
         input_ids=shard.input_ids, position_ids=shard.position_ids, **{hf.PLAN_KEYWORD: shard.plan}
     ).last_hidden_state
     head, terms = Head(llama.lm_head.weight), Terms(chunk_tokens=chunk_tokens)
-    return linear_token_loss(hidden, head, shard.targets, total_targets=shard.total_targets, terms=terms)
+    return linear_token_loss(
+        hidden, head, shard.targets, total_targets=shard.total_targets, weights=shard.loss_weights, terms=terms
+    )
 
 
 class SharedLoss(nn.Module):
