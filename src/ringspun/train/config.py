@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ringspun.core.partition import Partition
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError
+from ringspun.train.data_config import DataConfig
+from ringspun.train.sections import Section, validated
 from ringspun.train.sharding import SHARDED, Sharding, check_sharding
-
-C = TypeVar("C", bound=BaseModel)
-
-
-class Section(BaseModel):
-    """A table of a config: frozen, nothing unknown, nothing converted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelConfig(Section):
-    """The `[model]` table: a Llama over byte tokens."""
+    """The `[model]` table: a Llama."""
 
     layers: int = Field(gt=0, description="Decoder layers.")
     hidden_size: int = Field(gt=0, description="Width of the residual stream; a multiple of 2 * `heads`.")
@@ -36,6 +28,9 @@ class ModelConfig(Section):
     )
     rope_theta: float = Field(
         default=10_000.0, gt=0, allow_inf_nan=False, description="Base of the rotary frequencies."
+    )
+    vocab_size: int | None = Field(
+        default=None, gt=0, description="Token numbers. Default: as many as the tokenizer has; of bytes 257."
     )
 
     @property
@@ -55,27 +50,11 @@ class ModelConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    """The `[data]` table: which files of a folder are read. A single file is read whatever its name."""
-
-    suffixes: tuple[str, ...] = Field(
-        default=(".md", ".py", ".txt"),
-        strict=False,
-        min_length=1,
-        description="Endings of the files to read.",
-    )
-    skip_folders: tuple[str, ...] = Field(
-        default=("__pycache__",),
-        strict=False,
-        description="Names of folders to leave out, wherever they are. Hidden folders always are.",
-    )
-
-
 class TrainConfig(Section):
     """A whole run."""
 
     model: ModelConfig
-    data: DataConfig = Field(default_factory=DataConfig, description="Which files are read.")
+    data: DataConfig = Field(default_factory=DataConfig, description="What is read.")
     seq_len: int = Field(gt=1, description="Tokens of one sequence.")
     batch_size: int = Field(
         default=1, gt=0, description="Sequences of one optimizer step; a multiple of `dp_replicate` * `dp_shard`."
@@ -271,60 +250,20 @@ def load_config(path: Path, **overrides: Any) -> TrainConfig:
         raise ConfigError(f"{path}: config must be TOML; {problem}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: config must be TOML; it is nested too deeply.") from None
+    _from_folder(values.get("data"), path.parent)
     values |= {key: value for key, value in overrides.items() if value is not None}
     return validated(TrainConfig, values, source=str(path))
-
-
-def validated(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
-    """A config of that kind, with every fault of `values` said in the user's terms.
-
-    Raises:
-        ConfigError: naming `source` and the dotted key, and for an unknown key the nearest known one.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as problem:
-        lines = [_explain(error, kind) for error in problem.errors(include_url=False)]
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 def _reason(problem: Exception) -> str:
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def _explain(error: Any, root: type[BaseModel]) -> str:
-    """One of pydantic's errors in the user's terms."""
-    keys = [str(part) for part in error["loc"]]
-    name = ".".join(keys)
-    if error["type"] == "extra_forbidden":
-        return _unknown(keys, root, is_table=isinstance(error["input"], dict))
-    if error["type"] == "missing":
-        field = _section(keys[:-1], root).model_fields[keys[-1]]
-        return f"key {name!r} must be given. {field.description or ''}".rstrip()
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{name}: {message}" if name else str(message)
-    return f"{name}: {message[0].lower()}{message[1:]}; got {error['input']!r}."
-
-
-def _unknown(keys: list[str], root: type[BaseModel], *, is_table: bool) -> str:
-    """Names the nearest key, or the nearest table for a table; all of them where none is near."""
-    fields = _section(keys[:-1], root).model_fields
-    known = [k for k, f in fields.items() if _is_section(f.annotation) == is_table]
-    near = difflib.get_close_matches(keys[-1], known, 1)
-    what, name = "table" if is_table else "key", ".".join(keys)
-    if near:
-        return f"unknown {what} {name!r}; the nearest is {'.'.join([*keys[:-1], *near])!r}. Rename or remove it."
-    place = f" of [{'.'.join(keys[:-1])}]" if keys[:-1] else ""
-    return f"unknown {what} {name!r}; the {what}s{place} are: {', '.join(known) or 'none'}. Rename or remove it."
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _section(keys: list[str], root: type[BaseModel]) -> type[BaseModel]:
-    section: Any = root
-    for key in keys:  # a number: an entry of a list of tables
-        section = get_args(section)[0] if key.isdigit() else section.model_fields[key].annotation
-    return section  # type: ignore[no-any-return]
+def _from_folder(data: Any, folder: Path) -> None:
+    """Paths of the `[data]` table as seen from here; whatever is no path is for the table's own words."""
+    for key in ("path", "tokenizer", "held_out") if isinstance(data, dict) else ():
+        given = data.get(key)
+        if isinstance(given, str):
+            data[key] = str(folder / given)
+        elif isinstance(given, list) and all(isinstance(one, str) for one in given):
+            data[key] = [str(folder / one) for one in given]

@@ -30,8 +30,8 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, InstanceOf, PrivateAttr, field_validator, model_validator
 
 from ringspun.errors import ConfigError, RingspunWarning
-from ringspun.train.config import Section, validated
 from ringspun.train.rope import Default, Rope, from_parameters
+from ringspun.train.sections import Section, validated
 
 
 def _rope(given: Any) -> Any:
