@@ -15,7 +15,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file that describes the run; see examples/.")],
-    data: Annotated[Path, typer.Option("--data", help="Text file, or folder of text files.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="File or folder, of the format in [data]; once or several times."),
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Processes that share each sequence; replaces the config's.")
     ] = None,
@@ -43,7 +46,7 @@ def train(
     from ringspun.errors import RingspunError
 
     try:
-        _train(config, data, ranks=ranks, output=output, fresh=not resume, prove=prove, export=export)
+        _train(config, data or [], ranks=ranks, output=output, fresh=not resume, prove=prove, export=export)
     except RingspunError as problem:
         typer.echo(f"ringspun train: {problem}", err=True)
         raise typer.Exit(1) from problem
@@ -59,7 +62,7 @@ def train(
 
 def _train(
     config: Path,
-    data: Path,
+    data: list[Path],
     *,
     ranks: int | None,
     output: str | None,
@@ -69,10 +72,10 @@ def _train(
 ) -> None:
     _require("torch", "transformers", "safetensors", "filelock")
     from ringspun.train.config import load_config
-    from ringspun.train.data import find_text
+    from ringspun.train.open_data import open_data
 
     settings = load_config(config, ranks=ranks, output=output)
-    corpus = find_text(data, suffixes=settings.data.suffixes, skip_folders=settings.data.skip_folders)
+    corpus = open_data(settings, data)
     from ringspun.train import export as exporting  # heavy: only once config and data are right
     from ringspun.train.launch import Job, launch
 
@@ -80,7 +83,7 @@ def _train(
     say = typer.echo if first else _silent  # under torchrun, one rank speaks
     if export is not None:
         exporting.check_target(export)
-    say(f"{len(corpus.names):,} documents, {corpus.tokens:,} tokens from {data}")
+    say(f"{corpus.summary} from {', '.join(map(str, data or settings.data.path))}")
     launch(Job(settings, corpus, fresh=fresh, prove=prove))
     if export is not None and first:
         exporting.export_newest(settings.output, export)

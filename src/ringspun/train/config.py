@@ -267,3 +267,21 @@ def _from_folder(data: Any, folder: Path) -> None:
             data[key] = str(folder / given)
         elif isinstance(given, list) and all(isinstance(one, str) for one in given):
             data[key] = [str(folder / one) for one in given]
+
+
+def comparable(name: str, value: Any) -> Any:
+    """A setting as checkpoints of any age are compared by: keys that there were not yet have their defaults, and where
+    files are does not matter, whose contents are compared.
+
+    Args:
+        name: of the setting. value: what `TrainConfig.model_dump` of then or now says.
+    """
+    kinds: dict[str, type[Section]] = {"model": ModelConfig, "data": DataConfig}
+    kind = kinds.get(name)
+    if kind is None or not isinstance(value, dict):
+        return value
+    known = {key: field.default for key, field in kind.model_fields.items()} | value
+    if kind is DataConfig:
+        moved = {"path", "tokenizer"} | ({"held_out"} if isinstance(known["held_out"], str) else set())
+        known = {key: value for key, value in known.items() if key not in moved}
+    return {key: list(x) if isinstance(x, tuple) else x for key, x in known.items()}

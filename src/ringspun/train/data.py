@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,37 @@ class Corpus:
     root: Path
     names: tuple[str, ...]  # relative to root, with forward slashes; "" where root is the one file
     contents: tuple[Contents, ...]
+    held: Corpus | None = None  # documents that are never trained on
+
+    @classmethod
+    def joined(cls, corpora: Sequence[Corpus]) -> Corpus:
+        """All files of several, sorted by name, names relative to the folder that they have in common.
+
+        Raises:
+            DataError: a file is in two of them.
+        """
+        if len(corpora) == 1:
+            return corpora[0]
+        paths = [Path(os.path.abspath(one.path(i))) for one in corpora for i in range(len(one.names))]
+        root = Path(os.path.commonpath(paths))
+        named = zip([path.relative_to(root).as_posix() for path in paths], _contents(corpora), strict=True)
+        rows = sorted(named, key=lambda row: row[0])
+        names = [name for name, _ in rows]
+        for name, after in pairwise(names):
+            if name == after:
+                raise DataError(f"data must name each file once; got {root / name} twice. Leave one out.")
+        return cls(root, tuple(names), tuple(contents for _, contents in rows))
+
+    def some(self, chosen: NDArray[np.bool_]) -> Corpus:
+        """The documents that are `chosen`, ``[n]``."""
+        keep = chosen.tolist()
+        return replace(self, names=tuple(compress(self.names, keep)), contents=tuple(compress(self.contents, keep)))
+
+    @property
+    def summary(self) -> str:
+        """What there is, for people."""
+        held = f", and {len(self.held.names):,} held out" if self.held else ""
+        return f"{len(self.names):,} documents, {self.tokens:,} tokens{held}"
 
     @property
     def tokens(self) -> int:
@@ -48,21 +80,31 @@ class Corpus:
     @property
     def files(self) -> dict[str, Contents]:
         """What was in each file, by the name that people know it by."""
-        return {name or self.root.name: one for name, one in zip(self.names, self.contents, strict=True)}
+        own = {name or self.root.name: one for name, one in zip(self.names, self.contents, strict=True)}
+        return own | (dict(self.held.files) if self.held else {})
 
     @property
     def digest(self) -> str:
         """Digest of names and contents: says whether a data position of another run means the same here."""
-        rows = (f"{name}\0{one.sha256}\n" for name, one in zip(self.names, self.contents, strict=True))
+        rows = [f"{name}\0{one.sha256}\n" for name, one in zip(self.names, self.contents, strict=True)]
+        rows += [f"held out\0{self.held.digest}\n"] if self.held else []
         return hashlib.sha256("".join(rows).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def sequences(self, *, seq_len: int, seed: int) -> ByteStream:
         """The corpus as sequences of bytes."""
         return ByteStream(self, seq_len=seq_len, seed=seed)
 
+    def held_out(self, *, seq_len: int, seed: int) -> ByteStream | None:
+        """The sequences of what is held out, or None."""
+        return None if self.held is None else self.held.sequences(seq_len=seq_len, seed=seed)
+
     def path(self, document: int) -> Path:
         """The file of one document."""
         return self.root / self.names[document] if self.names[document] else self.root
+
+
+def _contents(corpora: Sequence[Corpus]) -> list[Contents]:
+    return [contents for one in corpora for contents in one.contents]
 
 
 def find_text(
@@ -180,6 +222,15 @@ class TrainingData(Protocol):
 
     def sequences(self, *, seq_len: int, seed: int) -> Sequences:
         """The sequences to train on."""
+        ...
+
+    def held_out(self, *, seq_len: int, seed: int) -> Sequences | None:
+        """Sequences of documents that are never trained on, or None where there are none."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What there is, for people."""
         ...
 
 

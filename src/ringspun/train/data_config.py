@@ -25,7 +25,9 @@ _READ_BY: dict[Format, tuple[str, ...]] = {
 
 
 def _paths(given: Any) -> Any:
-    return (given,) if isinstance(given, str | Path) else given
+    """One path or several."""
+    several = given if isinstance(given, list | tuple) else (given,)
+    return tuple(Path(one) if isinstance(one, str) else one for one in several)
 
 
 def _share_or_path(given: Any) -> Any:
@@ -71,7 +73,7 @@ class DataConfig(Section):
     )
     held_out: Annotated[float | Path, BeforeValidator(_share_or_path)] = Field(
         default=0.0,
-        description="What is never trained on but evaluated: a share of the documents, below 1, the same for every seed; "
+        description="What is never trained on but evaluated: a share of the documents, below 1, whatever the seed; "
         "or a path.",
     )
     pool_documents: int = Field(

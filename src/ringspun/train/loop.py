@@ -20,7 +20,7 @@ from ringspun.pictures import Scene
 from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
-from ringspun.train.config import TrainConfig
+from ringspun.train.config import TrainConfig, comparable
 from ringspun.train.contents import differences, manifest
 from ringspun.train.data import PackedSequence, Position, Sequences, TrainingData
 from ringspun.train.gradient import FlatGradient, Gradient, WrappedGradient
@@ -138,7 +138,7 @@ def find_checkpoint(config: TrainConfig, corpus: TrainingData, *, warn: Callable
         )
     before, now = found.state["config"], config.model_dump(mode="json")
     for name in now.keys() - _MAY_CHANGE:
-        if before.get(name, _default(name)) != now[name]:
+        if comparable(name, before.get(name, _default(name))) != comparable(name, now[name]):
             raise CheckpointError(
                 f"{name} must be as when {found.path} was written, {before.get(name)!r}; "
                 f"got {now[name]!r}. "

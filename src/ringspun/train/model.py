@@ -13,9 +13,10 @@ from ringspun.core.route import Ring, Route
 from ringspun.integrations import transformers as hf
 from ringspun.train.chunked_loss import Head, Terms, linear_token_loss
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import END_OF_DOCUMENT, VOCAB_SIZE, PackedSequence
+from ringspun.train.data import PackedSequence
 from ringspun.train.decoder_blocks import apply_blockwise
 from ringspun.train.recompute import apply_checkpointing
+from ringspun.train.vocabulary import model_vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel, Plan
@@ -56,7 +57,7 @@ def _llama_config(config: TrainConfig) -> Any:
 
     shape = config.model
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=model_vocabulary(config),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.layers,
@@ -65,7 +66,7 @@ def _llama_config(config: TrainConfig) -> Any:
         max_position_embeddings=config.seq_len,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         bos_token_id=None,
-        eos_token_id=END_OF_DOCUMENT,
+        eos_token_id=vocabulary_of(config).end,
         use_cache=False,
     )
 

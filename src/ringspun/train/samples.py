@@ -72,6 +72,7 @@ class Encoder:
             `loss_weights` may be declared too: every batch then has them, 1 where a row has none.
         template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...), none that
             cuts (`truncation`, `max_length`) or says what it returns.
+        vocab_size: how many token numbers the model knows; others are then refused.
     Raises:
         DataError: a field's name that is taken, an argument of the template that is refused.
     """
@@ -81,6 +82,7 @@ class Encoder:
     end: int | Literal["eos"] | None = "eos"
     fields: Mapping[str, float] = field(default_factory=dict)
     template: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         taken = [name for name in self.fields if name in _MADE_HERE + _MADE_LATER and name != LOSS_WEIGHTS]
@@ -127,11 +129,21 @@ class Encoder:
             DataError: as where it is called; also for what numpy or the tokenizer cannot read.
         """
         try:
-            return self(row)
+            return self._known(self(row))
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
         except (TypeError, ValueError, OverflowError) as problem:
             raise DataError(f"{where}: it must be readable; {type(problem).__name__}: {problem}") from problem
+
+    def _known(self, sample: Sample) -> Sample:
+        tokens = sample.fields[INPUT_IDS]
+        odd = tokens[(tokens < 0) | (tokens >= self.vocab_size)] if self.vocab_size is not None else tokens[:0]
+        if len(odd):
+            raise DataError(
+                f"{INPUT_IDS} must be at least 0 and below the model's {self.vocab_size}; got {odd[0]}. Give the "
+                "tokenizer's model, or a larger vocab_size."
+            )
+        return sample
 
     def _tokens(self, text: str) -> NDArray[np.int64]:
         if self.tokenizer is None:

@@ -140,7 +140,7 @@ class Rows(Source):
         return self._rows[index]
 
     def digest(self) -> str:
-        return _digest_of(self._rows)
+        return digest_of(self._rows)
 
 
 class DataSet(Source):
@@ -157,7 +157,7 @@ class DataSet(Source):
 
     def digest(self) -> str:
         some = np.unique(np.linspace(0, len(self) - 1, _LOOKED_AT).astype(np.int64)).tolist()
-        return _digest_of([len(self), *(self[i] for i in some)])
+        return digest_of([len(self), *(self[i] for i in some)])
 
 
 class TextFiles(Source):
@@ -191,13 +191,15 @@ class JsonLines(Source):
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._contents = tuple(map(read_text, self._paths))
-        lines = [
-            _lines(path, contents, number)
-            for number, (path, contents) in enumerate(zip(self._paths, self._contents, strict=True))
-        ]
+        lines = [_lines(path, number) for number, path in enumerate(self._paths)]
         self._lines = np.concatenate(lines)  # file, line, first byte, bytes
         if len(self._lines) == 0:
             raise DataError(f"data must hold at least one line; got none in {', '.join(map(str, self._paths))}.")
+
+    @property
+    def contents(self) -> tuple[Contents, ...]:
+        """What was in each file."""
+        return self._contents
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -216,10 +218,10 @@ class JsonLines(Source):
         return f"document {index} ({self._paths[file]}, line {line + 1})"
 
     def digest(self) -> str:
-        return _digest_of([contents.sha256 for contents in self._contents])
+        return digest_of([contents.sha256 for contents in self._contents])
 
 
-def _lines(path: Path, contents: Contents, number: int) -> NDArray[np.int64]:
+def _lines(path: Path, number: int) -> NDArray[np.int64]:
     """``[n, 4]`` of (number of the file, of the line, its first byte, its bytes), without blank lines."""
     rows, at = [], 0
     with path.open("rb") as file:
@@ -268,7 +270,7 @@ class Parquet(Source):
         return self._rows
 
     def digest(self) -> str:
-        return _digest_of(list(self._footers))
+        return digest_of(list(self._footers))
 
     def _read_group(self, path: Path, footer: bytes, group: int) -> Any:
         file = _parquet_file(path)
@@ -314,7 +316,8 @@ def _footer(path: Path) -> bytes:
         raise unreadable(path, problem) from None
 
 
-def _digest_of(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """A digest of plain data and arrays."""
     h = hashlib.blake2b(digest_size=16)
     _feed(h, value)
     return h.hexdigest()
