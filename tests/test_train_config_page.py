@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from ringspun.train import loop
+from ringspun.train import resume
 from ringspun.train.config import DataConfig, ModelConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +71,7 @@ heads = 2
 
 def page() -> str:
     """The whole page."""
-    changing = [f"`{name}`" for name in TrainConfig.model_fields if name in loop._MAY_CHANGE]
+    changing = [f"`{name}`" for name in TrainConfig.model_fields if name in resume.MAY_CHANGE]
     return TEXT.format(
         top=_table(TrainConfig, leave_out=("model", "data")),
         model=_table(ModelConfig),

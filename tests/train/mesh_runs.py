@@ -22,7 +22,7 @@ from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train import checkpointing, loop
+from ringspun.train import checkpointing, loop, saving
 from ringspun.train.causal_lm import CausalLMLoss
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.chunked_loss import Terms
@@ -183,16 +183,16 @@ def torn_on(rank: int, on: On, folder: Path) -> dict[str, str]:
     state = loop._begin(run, print)
     loop._step(run, state, loop._next_batch(run.stream, state.position, BATCH))
     state.step = 2
-    loop._save(run, state)
+    saving.save_run(run, state)
     state.step = 4
     write = HuggingFaceStorageWriter.write_data
     if rank == 2:
         HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
     try:
-        one = caught(lambda: loop._save(run, state))
+        one = caught(lambda: saving.save_run(run, state))
     finally:
         HuggingFaceStorageWriter.write_data = write  # type: ignore[method-assign]
-    other = caught(lambda: loop._save(run, state))
+    other = caught(lambda: saving.save_run(run, state))
     found = checkpointing.latest(run.checkpoints, warn=print)
     return {"a rank": one, "rank 0": other, "found": "" if found is None else found.path.name}
 

@@ -17,10 +17,11 @@ from ringspun.train.contents import manifest
 from ringspun.train.data import find_text
 from ringspun.train.gradient import FlatGradient
 from ringspun.train.log import Log
-from ringspun.train.loop import Hooks, Run, TrainState, learning_rate, train
+from ringspun.train.loop import Hooks, Run, TrainState, train
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import build_model
 from ringspun.train.proof import Proof, prove
+from ringspun.train.stages import learning_rate
 
 
 class Stop(Exception):

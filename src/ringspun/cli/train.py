@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ringspun.train.data import TrainingData
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -73,9 +76,12 @@ def _train(
     _require("torch", "transformers", "safetensors", "filelock")
     from ringspun.train.config import load_config
     from ringspun.train.open_data import open_data
+    from ringspun.train.recipe import OwnData, Recipe
 
     settings = load_config(config, ranks=ranks, output=output)
-    corpus = open_data(settings, data)
+    recipe = Recipe.of(settings)
+    own = recipe.sequences is not None and not data and not settings.data.path
+    corpus: TrainingData = OwnData() if own else open_data(settings, data)
     from ringspun.train import export as exporting  # heavy: only once config and data are right
     from ringspun.train.launch import Job, launch
 
@@ -83,7 +89,8 @@ def _train(
     say = typer.echo if first else _silent  # under torchrun, one rank speaks
     if export is not None:
         exporting.check_target(export)
-    say(f"{corpus.summary} from {', '.join(map(str, data or settings.data.path))}")
+    places = ", ".join(map(str, data or settings.data.path)) or str(settings.recipe)
+    say(f"{corpus.summary} from {places}")
     launch(Job(settings, corpus, fresh=fresh, prove=prove))
     if export is not None and first:
         exporting.export_newest(settings.output, export)

@@ -208,6 +208,7 @@ def _one_process_attention_bytes(config: TrainConfig) -> int:
 def _attention_bytes(config: TrainConfig, tokens: int, attention: Callable[..., Tensor]) -> int:
     """Peak of one layer's attention over `tokens` rows, forward and backward, with inputs and gradients."""
     shape = config.model
+    assert shape is not None  # a model from elsewhere is refused before any rank starts
     heads = (shape.heads, shape.kv_heads or shape.heads, shape.kv_heads or shape.heads)
     with peak_memory() as peak:
         q, k, v = (torch.ones(1, n, tokens, shape.head_size, requires_grad=True) for n in heads)

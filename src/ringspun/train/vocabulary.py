@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringspun.errors import ConfigError
 from ringspun.train.data import END_OF_DOCUMENT, VOCAB_SIZE
+from ringspun.train.init import check_init, tokenizer_files
 
 if TYPE_CHECKING:
     from ringspun.train.config import TrainConfig
@@ -43,22 +44,41 @@ def vocabulary_of(config: TrainConfig) -> Vocabulary:
 
 
 def tokenizer_folder(config: TrainConfig) -> Path | None:
-    """Where a run's tokenizer is."""
-    return config.data.tokenizer
+    """Where a run's tokenizer is: where the data says, or in the checkpoint that it starts from."""
+    given = config.data.tokenizer
+    return config.init if given is None and tokenizer_files(config.init) else given
 
 
 def model_vocabulary(config: TrainConfig) -> int | None:
     """How many token numbers a run's model knows.
 
     Raises:
-        ConfigError: fewer than the data's tokens, or nothing says how many.
+        ConfigError: fewer than the data's tokens, or nothing says how many; bytes for a checkpoint with a tokenizer.
     """
-    size, given = vocabulary_of(config).size, config.model.vocab_size
-    if size is None and given is None:
+    size = vocabulary_of(config).size
+    if config.init is not None:
+        return _of_checkpoint(config, config.init, size)
+    given = None if config.model is None else config.model.vocab_size
+    if size is None and given is None and config.model is not None:
         raise ConfigError("model.vocab_size must be given for rows of tokens. Or set data.tokenizer.")
     if size is not None and given is not None and given < size:
         raise ConfigError(f"model.vocab_size must be at least the {size} tokens of the data; got {given}. Raise it.")
     return given or size
+
+
+def _of_checkpoint(config: TrainConfig, folder: Path, size: int | None) -> int | None:
+    if config.data.format == "bytes" and tokenizer_files(folder):
+        raise ConfigError(
+            f"data.format must not be 'bytes' with init = {folder}, whose tokenizer knows other tokens. Set 'text', or "
+            "what the data is."
+        )
+    values = check_init(folder)
+    known = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
+    if size is not None and isinstance(known, int) and known < size:
+        raise ConfigError(
+            f"init must know the {size} tokens of the data; {folder} has {known}. Give its own tokenizer."
+        )
+    return known
 
 
 @lru_cache(maxsize=4)
