@@ -257,7 +257,7 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
                     **measured,
                 )
             )
-            if state.step == 1:  # behind its clock
+            if state.step == run.stage.first_step + 1:  # behind its clock
                 report.sequence(_scene(run, state.model, batch[0]))
         if state.step == config.steps:  # before its checkpoint: a run that goes on from there must not do without
             other = run.legs[run.number - 1 if run.stage.is_last else run.number + 1]

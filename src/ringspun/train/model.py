@@ -124,6 +124,18 @@ def build_loss(config: TrainConfig, recipe: Recipe = NOTHING) -> tuple[nn.Module
     return put_on_ring(model, config), SharedLoss(model, logits_loss)
 
 
+def build_shapes(config: TrainConfig, recipe: Recipe = NOTHING) -> nn.Module:
+    """The bare model without any numbers, on the meta device: nothing is allocated."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        if recipe.build_model is not None:
+            return recipe.build_model(config)
+        if config.init is None:
+            return _llama(config)
+        return cast(nn.Module, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.init)))
+
+
 def route_of(config: TrainConfig) -> Route:
     """The ring's route: whose forward leaves to backward what the config says."""
     return Ring(kept_hops=config.kept_hops or None)

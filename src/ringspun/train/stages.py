@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ringspun.train.context_schedule import Stage
-from ringspun.train.rope import Rope
+from ringspun.train.rope import Default, Rope
 from ringspun.train.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -208,13 +208,23 @@ def _processes(mesh: Mapping[str, int]) -> int:
     return mesh["ranks"] * mesh["dp_replicate"] * mesh["dp_shard"]
 
 
-def told(leg: Leg) -> str:
-    """A stage's mesh and rotations, in a line."""
-    config = leg.config
+def mesh_of(config: TrainConfig) -> str:
+    """Its sizes and who holds the weights, in a few words."""
     sizes = [f"{name} {getattr(config, name)}" for name in MESH if getattr(config, name) > 1]
     mesh = " x ".join(sizes) or "one rank"
-    held = "" if config.shard == "none" else f", weights by {config.shard}"
-    return f"{mesh}{held}, rotations {leg.rope or 'of the model'}"
+    return mesh if config.shard == "none" else f"{mesh}, {config.shard}"
+
+
+def rotations_of(config: TrainConfig) -> str:
+    """Its rotations, in a few words."""
+    if config.rope is None:
+        return "the model's own"
+    return f"theta {config.rope.theta:g}" if config.rope == Default(theta=config.rope.theta) else str(config.rope)
+
+
+def told(leg: Leg) -> str:
+    """A stage's mesh and rotations, in a line."""
+    return f"{mesh_of(leg.config)}; rotations: {rotations_of(leg.config)}"
 
 
 def learning_rate(config: TrainConfig, step: int, *, first_step: int = 0) -> float:
