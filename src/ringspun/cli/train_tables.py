@@ -23,14 +23,15 @@ def show_stages(stages: Sequence[Foreseen], *, device: str | None) -> None:
     table = Table("stage", box=SIMPLE)
     for name in ("sequence", "tokens/step", "steps", "a rank", "s/step"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("mesh; rotations")
     for one in stages:
         leg = one.leg
         size = _bytes(one.memory_bytes) + ("" if one.is_whole else " + ?")
         seconds = "?" if one.seconds is None else f"{one.seconds:.3g}"
         row = [f"{leg.seq_len:,}", f"{one.tokens_per_step:,}", f"{leg.steps:,}", size, seconds]
-        table.add_row(str(leg.number + 1), *row, told(leg))
+        table.add_row(str(leg.number + 1), *row)
     out.print(table)
+    for one in stages:
+        out.print(f"{one.leg}: {told(one.leg)}")
     where = f"{device}, by published rates" if device else "this machine, its rates measured just now"
     known = [one.seconds * one.leg.steps for one in stages if one.seconds is not None]
     if len(known) == len(stages):

@@ -31,10 +31,10 @@ def evaluate(
         ``loss@LENGTH``: the mean over all targets of the held-out sequences; the same on every rank.
     """
     values: dict[str, float] = {}
-    with _aside(state.model):
+    with _aside(state.model), torch.no_grad():
         if run.config.evaluate is not None:
             for seq_len in lengths:
-                with torch.no_grad(), _rotations(state.model, seq_len):
+                with _rotations(state.model, seq_len):
                     values[f"loss@{seq_len}"] = _loss(run, seq_len, share_of)
         if run.recipe.evaluate is not None:
             values |= run.recipe.evaluate(state.model, run.context, run.config, run.stage, state.step)
