@@ -29,10 +29,10 @@ TEXT = """# Keys of a training config
 `ringspun train CONFIG --data PATH` reads one TOML file; [`examples/stdlib.toml`](../examples/stdlib.toml) is a whole
 one. An unknown key is an error. `--ranks` and `--output` replace the file's.
 
-What cannot be set: tokens are the text's bytes, and one more ends each document (257 in all); the weights are random at
-the start (it cannot start from a checkpoint of another run or model yet); the mask is always causal within documents;
-the optimizer is AdamW. What `ulysses`, `dp_replicate`, `dp_shard`, `shard` and `checkpoints` mean:
-[training on a mesh](distributed.md).
+Without a tokenizer tokens are the text's bytes, and one more ends each document (257 in all). What cannot be set: the
+weights are random at the start (it cannot start from a checkpoint of another run or model yet); the mask is always
+causal within documents; the optimizer is AdamW. What `ulysses`, `dp_replicate`, `dp_shard`, `shard` and `checkpoints`
+mean: [training on a mesh](distributed.md).
 
 ## At the top
 
@@ -50,7 +50,7 @@ the optimizer is AdamW. What `ulysses`, `dp_replicate`, `dp_shard`, `shard` and 
 
 A run that goes on from its checkpoint may have other values of
 {may_change}.
-The rest must be as it was, and so must the text.
+The rest must be as it was, and so must the data and the tokenizer, wherever they are now.
 
 ## The smallest config
 
@@ -95,7 +95,8 @@ def _value(field: Any) -> str:
     if typing.get_origin(field.annotation) is typing.Literal:
         return " or ".join(f"`{x}`" for x in typing.get_args(field.annotation))
     kinds = [typing.get_origin(kind) or kind for kind in (field.annotation, *typing.get_args(field.annotation))]
-    kind = next(KINDS[kind] for kind in kinds if kind in KINDS)
+    words = [KINDS[kind] for kind in kinds if kind in KINDS]
+    kind = words[0] if typing.get_origin(field.annotation) is tuple else " or ".join(words)
     bounds = [f"{sign} {_number(getattr(m, n))}" for m in field.metadata for n, sign in BOUNDS.items() if hasattr(m, n)]
     return f"{kind} {', '.join(bounds)}".strip()
 

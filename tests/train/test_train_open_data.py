@@ -248,6 +248,8 @@ WRONG: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         {"text_field": "body"},
         r"line 1\): a row must be an object with 'body'; got str",
     ),
+    "no known field": ("x.jsonl", b'{"body": "a"}', {}, r"line 1\): a row must have exactly one .* data\.text_field"),
+    "a number": ("x.jsonl", b"[1]\n3\n", {}, r"line 2\): documents must be strings, lists of tokens or dicts; got int"),
     "no Parquet": ("x.parquet", b"garbage" * 99, {}, r"x\.parquet: data must be a Parquet file"),
     "no data set": ("x.dataset", b"", {}, r"x\.dataset: data must be a folder of datasets' save_to_disk"),
 }
@@ -261,11 +263,12 @@ def test_bad_files_are_named_before_anything_starts(tmp_path, tokenizer, name):
         open_data(config(tmp_path, format=file[2:], tokenizer=tokenizer, **more), [tmp_path / file])
 
 
-def test_a_missing_field_shows_when_the_row_is_read(tmp_path, tokenizer):
-    path = write_lines(tmp_path / "x.jsonl", [{"body": "a"}])
-    data = open_data(config(tmp_path, format="jsonl", tokenizer=tokenizer), [path])
-    with pytest.raises(DataError, match=r"x\.jsonl, line 1\): a row must have exactly one of .* got \['body'\]"):
-        data.sequences(seq_len=8, seed=0).at({})
+def test_texts_need_a_tokenizer(tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", [{"input_ids": [1]}, {"text": "a"}])
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer must be given for rows of text; .*x\.jsonl, line 2\) is one"
+    ):
+        open_data(config(tmp_path, format="jsonl"), [path])
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,11 @@ def _packed(config: TrainConfig, paths: Sequence[Path]) -> TrainingData:
     data, folder = config.data, tokenizer_folder(config)
     if data.format == "text" and folder is None:
         raise ConfigError("data.tokenizer must be given with format = 'text'. A folder; or set format = 'bytes'.")
+    source, files = _source(data, paths, folder is not None)
     vocab_size = model_vocabulary(config)
-    source, files = _source(data, paths)
     held: Source | None = None
     if isinstance(data.held_out, Path):
-        held, others = _source(data, [data.held_out])
+        held, others = _source(data, [data.held_out], folder is not None)
         _refuse_both(files, others)
         files = files | others
     elif data.held_out:
@@ -89,7 +89,7 @@ def _packed(config: TrainConfig, paths: Sequence[Path]) -> TrainingData:
     )
 
 
-def _source(data: DataConfig, paths: Sequence[Path]) -> tuple[Source, dict[Path, Contents]]:
+def _source(data: DataConfig, paths: Sequence[Path], has_tokenizer: bool) -> tuple[Source, dict[Path, Contents]]:
     """The documents, and what was in each of their files."""
     from ringspun.train import sources
 
@@ -108,7 +108,7 @@ def _source(data: DataConfig, paths: Sequence[Path]) -> tuple[Source, dict[Path,
             source, files = sources.Parquet(found), {path: read_whole(path) for path in found}
     if data.text_field is not None or data.messages_field is not None:
         source = Renamed(source, text=data.text_field, messages=data.messages_field)
-    _look_at(source, everything=data.format == "jsonl")
+    _look_at(source, rows=len(source) if data.format == "jsonl" else 1, has_tokenizer=has_tokenizer)
     return source, files
 
 
@@ -156,10 +156,20 @@ def _data_set(paths: Sequence[Path]) -> tuple[Source, dict[Path, Contents]]:
     return DataSet(rows), {file: read_whole(file) for file in files}
 
 
-def _look_at(source: Source, *, everything: bool) -> None:
-    """Reads rows once, as far as they can be wrong each by itself, so that a bad one does not end a run of days."""
-    for index in range(len(source) if everything else 1):
-        source[index]
+def _look_at(source: Source, *, rows: int, has_tokenizer: bool) -> None:
+    """Reads rows once, of lines all, so that a wrong one does not end a run of days."""
+    from ringspun.train.samples import INPUT_IDS, kind_of
+
+    for index in range(rows):
+        row = source[index]
+        try:
+            kind = kind_of(row)
+        except DataError as problem:
+            raise DataError(
+                f"{source.where(index)}: {problem} Or name the key: data.text_field, data.messages_field."
+            ) from None
+        if kind != INPUT_IDS and not has_tokenizer:
+            raise ConfigError(f"data.tokenizer must be given for rows of {kind}; {source.where(index)} is one.")
 
 
 def _refuse_both(trained: Iterable[Path], held: Iterable[Path]) -> None:

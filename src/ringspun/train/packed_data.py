@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ringspun import Documents
 from ringspun.errors import CheckpointError, DataError
@@ -127,5 +126,5 @@ class PackedData:
             overflow_conversations=self.overflow_conversations,
             encoder=encoder_of(self.tokenizer, vocab_size=self.vocab_size),
         )
-        settings: dict[str, Any] = {"seed": seed, "epochs": None, "pool_documents": self.pool_documents}
-        return PackedSequences(PackedStream(source, collator, **settings))
+        pool = min(self.pool_documents, len(source))  # more would be the same documents again, perhaps side by side
+        return PackedSequences(PackedStream(source, collator, seed=seed, epochs=None, pool_documents=pool))

@@ -111,16 +111,9 @@ class Encoder:
         """
         if isinstance(row, Sample):
             return row
-        if isinstance(row, str):
-            return self._separated(self._tokens(row))
         if isinstance(row, Mapping):
             return self._of_mapping(row)
-        if _is_sequence(row):
-            return self._separated(_integers(INPUT_IDS, row))
-        raise DataError(
-            f"documents must be strings, lists of tokens or dicts; got {type(row).__name__}. "
-            f"A dict has {TEXT!r}, {MESSAGES!r} or {INPUT_IDS!r}."
-        )
+        return self._separated(self._tokens(row) if kind_of(row) == TEXT else _integers(INPUT_IDS, row))
 
     def named(self, row: Any, where: str) -> Sample:
         """The sample of one row, whose name, such as ``document 3 (a.jsonl, line 4)``, begins its errors.
@@ -158,20 +151,13 @@ class Encoder:
         return Sample({INPUT_IDS: tokens, LABELS: tokens})
 
     def _of_mapping(self, row: Mapping[str, Any]) -> Sample:
-        kinds = [key for key in (INPUT_IDS, MESSAGES, TEXT) if row.get(key) is not None]
-        if len(kinds) != 1:
-            raise DataError(
-                f"a row must have exactly one of {INPUT_IDS!r}, {MESSAGES!r} and {TEXT!r}; got {sorted(row)}. "
-                "Rename or remove columns."
-            )
+        kind = kind_of(row)
         for name in (LABELS, LOSS_WEIGHTS, *self.fields):
-            if kinds != [INPUT_IDS] and _is_sequence(row.get(name)):
-                raise DataError(
-                    f"{name} must come with input_ids, whose tokens they are of; got {kinds[0]}. Leave it out."
-                )
-        if kinds == [TEXT]:
+            if kind != INPUT_IDS and _is_sequence(row.get(name)):
+                raise DataError(f"{name} must come with input_ids, whose tokens they are of; got {kind}. Leave it out.")
+        if kind == TEXT:
             return self(row[TEXT]) if isinstance(row[TEXT], str) else _refuse_text(row[TEXT])
-        if kinds == [MESSAGES]:
+        if kind == MESSAGES:
             tokens, learnt = conversation(self.tokenizer, row[MESSAGES], **self.template)
             return Sample({INPUT_IDS: tokens, LABELS: np.where(learnt, tokens, IGNORED)}, whole=True)
         return self._of_tokens(row)
@@ -197,6 +183,28 @@ class Encoder:
             raise DataError(f"every row must have the declared fields; got one without {missing[0]!r}.")
         _check_left_out(row, len(tokens))
         return Sample(made)
+
+
+def kind_of(row: Any) -> str:
+    """What a row is: `INPUT_IDS`, `MESSAGES` or `TEXT`.
+
+    Raises:
+        DataError: none of these, or several.
+    """
+    if isinstance(row, Mapping):
+        kinds = [key for key in (INPUT_IDS, MESSAGES, TEXT) if row.get(key) is not None]
+        if len(kinds) == 1:
+            return kinds[0]
+        raise DataError(
+            f"a row must have exactly one of {INPUT_IDS!r}, {MESSAGES!r} and {TEXT!r}; got {sorted(row)}. "
+            "Rename or remove columns."
+        )
+    if isinstance(row, str) or _is_sequence(row):
+        return TEXT if isinstance(row, str) else INPUT_IDS
+    raise DataError(
+        f"documents must be strings, lists of tokens or dicts; got {type(row).__name__}. "
+        f"A dict has {TEXT!r}, {MESSAGES!r} or {INPUT_IDS!r}."
+    )
 
 
 def _refuse_text(value: Any) -> Sample:
