@@ -25,6 +25,7 @@ from ringspun.train.model import build_model
 from ringspun.train.open_data import open_data
 from ringspun.train.packed_data import PackedSequences
 from ringspun.train.stream import PackedStream
+from ringspun.train.vocabulary import encoder_of
 
 TEXTS = ["".join(chr(97 + (i * n) % 26) for i in range(3 + 7 * n % 60)) for n in range(1, 30)]
 TALKS = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} it is"}] for n in range(20)]
@@ -105,7 +106,8 @@ def test_positions_may_be_asked_for_in_any_order(tmp_path, tokenizer):
         again = one.at(places[n])
         assert again.ids.tolist() == expected[n].ids.tolist() and again.after == expected[n].after
         assert again.documents_cut == expected[n].documents_cut >= 0
-    assert sum(packed.documents_cut for packed in expected) > 0
+    cut = sum(packed.documents_cut for packed in expected)
+    assert cut == expected[-1].after["counts"]["documents_cut"] > 0
 
 
 def over_stages(data: TrainingData) -> tuple[list[int], Position]:
@@ -261,6 +263,22 @@ def test_bad_files_are_named_before_anything_starts(tmp_path, tokenizer, name):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(RingspunError, match=words):
         open_data(config(tmp_path, format=file[2:], tokenizer=tokenizer, **more), [tmp_path / file])
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(tmp_path):
+    """Not by its having a token for that, but by its using it."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = byte_tokenizer(bos_token="<|im_start|>")
+    made.save_pretrained(tmp_path / "without")
+    places = [("<|im_start|>", made.bos_token_id)]
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=places)
+    made.save_pretrained(tmp_path / "with")
+    found = [encoder_of(tmp_path / name)("a").fields["input_ids"].tolist() for name in ("without", "with")]
+    assert found == [
+        [*made.encode("a", add_special_tokens=False), made.eos_token_id],
+        [*made.encode("a"), made.eos_token_id],
+    ]
 
 
 def test_texts_need_a_tokenizer(tmp_path):

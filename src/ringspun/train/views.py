@@ -50,8 +50,7 @@ class Some(Source):
 
     def blocks(self) -> NDArray[np.int64]:
         ends = np.cumsum(self._source.blocks())
-        found = np.diff(np.cumsum([0, *self._chosen])[[0, *ends]])
-        return found[found > 0].astype(np.int64)
+        return np.diff(np.cumsum([0, *self._chosen])[[0, *ends]]).astype(np.int64)
 
     def digest(self) -> str:
         return digest_of([self._source.digest(), self._indices])
