@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from test_data_sources import write_lines, write_parquet
+from test_train_stages import no_profiler as no_profiler  # autouse
+from test_train_stages import run as run_stages
+from test_train_stages import staged
 from tiny_tokenizers import CHATML, byte_tokenizer
 from training_runs import losses, same_bits, tiny_config, write_text
 from typer.testing import CliRunner
@@ -18,12 +21,13 @@ from typer.testing import CliRunner
 from ringspun.cli.train import app
 from ringspun.errors import CheckpointError, ConfigError, DataError, RingspunError
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.config import TrainConfig, comparable, load_config
+from ringspun.train.config import TrainConfig, load_config
 from ringspun.train.data import Corpus, Position, Sequences, TrainingData
 from ringspun.train.loop import Hooks, Run, train
 from ringspun.train.model import build_model
 from ringspun.train.open_data import open_data
 from ringspun.train.packed_data import PackedSequences
+from ringspun.train.resume import _comparable as comparable
 from ringspun.train.stream import PackedStream
 from ringspun.train.vocabulary import encoder_of
 
@@ -344,6 +348,31 @@ def test_missing_extras_and_tokenizers_are_named(tmp_path, tokenizer, monkeypatc
         open_data(config(tmp_path, format="dataset", tokenizer=tokenizer), [path])
 
 
+def test_stages_on_packed_documents_are_one_stream(tmp_path, tokenizer, capsys):
+    """Ended in the first stage, and at the switch to the second, it is the run that was not; nothing is lost between."""
+    settings = {"data": {"format": "text", "tokenizer": str(tokenizer), "pool_documents": 9}}
+    texts, ends = write(tmp_path, "text"), [2, 4]
+    whole = run_stages(staged(tmp_path / "whole", **settings), texts)
+    for step in ends:
+        with pytest.raises(InterruptedError):
+            run_stages(staged(tmp_path / "run", **settings), texts, hooks=Hooks(stop_in(step)))
+    run_stages(staged(tmp_path / "run", **settings), texts)
+    assert same_bits(tmp_path / "run", tmp_path / "whole")
+    counts, pool = whole.position["counts"], whole.position["pool"]
+    assert whole.position["of"]["seq_len"] == 48 and counts["sequences"] == 3 * 2 + 3
+    assert counts["tokens"] == counts["tokens_packed"] + sum(stop - start for _, start, stop in pool)
+    words = f"data: {counts['documents']} documents read, {counts['documents_cut']} of them cut, 0 dropped (0 tokens)"
+    assert words in capsys.readouterr().out
+
+
+def stop_in(step: int) -> Any:
+    def stop(number: int, model: Any) -> None:
+        if number == step:
+            raise InterruptedError
+
+    return stop
+
+
 def a_run(folder: Path, name: str, path: Path, *, hooks: Hooks | None = None, **changes: Any) -> Run:
     settings = tiny_config(folder / name, batch_size=2, **changes)
     return Run(settings, open_data(settings, [path]), ContextParallel(Loopback(2, seed=0)), hooks=hooks or Hooks())
@@ -353,13 +382,9 @@ def test_a_run_on_packed_documents_goes_on_bit_for_bit(tmp_path, tokenizer):
     """Interrupted in its fourth step, of which checkpoint 2 is left."""
     path, settings = write(tmp_path, "parquet"), {"data": {"format": "parquet", "tokenizer": str(tokenizer)}}
 
-    def stop(step: int, model: Any) -> None:
-        if step == 4:
-            raise InterruptedError
-
     train(a_run(tmp_path, "whole", path, **settings))
     with pytest.raises(InterruptedError):
-        train(a_run(tmp_path, "run", path, hooks=Hooks(stop), **settings))
+        train(a_run(tmp_path, "run", path, hooks=Hooks(stop_in(4)), **settings))
     train(a_run(tmp_path, "run", path, **settings))
     assert same_bits(tmp_path / "run", tmp_path / "whole")
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_train_stages import no_profiler as no_profiler  # autouse
 from training_runs import SEQ_LEN, losses, same_bits, tiny_config
 
 from ringspun import Documents, Striped, Zigzag

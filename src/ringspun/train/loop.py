@@ -35,6 +35,7 @@ from ringspun.train.meter import StepMeter
 from ringspun.train.model import NOTHING, Shard, attention_shape, build_loss, is_transformers
 from ringspun.train.optimizer import build_optimizer, set_rate
 from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
+from ringspun.train.packed_data import PackedSequences
 from ringspun.train.recipe import Recipe
 from ringspun.train.report import Report, StepRecord
 from ringspun.train.resume import find_checkpoint, leg_at
@@ -168,6 +169,8 @@ def train_stages(
             run = run_of(leg)
             state = _restored(run, _found(config, corpus, ranks, warn))
             train_stage(run, state, report)
+        if report is not None and isinstance(run.stream, PackedSequences):
+            report.say(run.stream.told(state.position))
     return run, state
 
 

@@ -16,7 +16,7 @@ from ringspun.errors import CheckpointError, DataError
 from ringspun.train.collate import COUNTS, DOCUMENT_LENGTHS, Batch, Collator
 from ringspun.train.contents import Contents
 from ringspun.train.data import PackedSequence, Position
-from ringspun.train.packing import Overflow
+from ringspun.train.packing import Counts, Overflow
 from ringspun.train.samples import INPUT_IDS, LABELS, LOSS_WEIGHTS
 from ringspun.train.sources import Source
 from ringspun.train.stream import STATE, PackedStream
@@ -63,6 +63,16 @@ class PackedSequences:
             batch[COUNTS]["documents_cut"] - before,
             batch[LABELS][0].numpy(),
             batch[LOSS_WEIGHTS][0].numpy() if LOSS_WEIGHTS in batch else None,
+        )
+
+    def told(self, position: Position) -> str:
+        """What became of the documents up to a position, for people."""
+        counts = Counts.from_dict(position[COUNTS]) if position else Counts()
+        padding = counts.padding / max(1, counts.padding + counts.tokens_packed)
+        return (
+            f"data: {counts.documents:,} documents read, {counts.documents_cut:,} of them cut, "
+            f"{counts.documents_dropped:,} dropped ({counts.tokens_dropped:,} tokens); {padding:.1%} of the tokens are "
+            "padding"
         )
 
     def _begin(self, position: Position) -> Iterator[Batch]:
