@@ -81,7 +81,7 @@ class Corpus:
     def files(self) -> dict[str, Contents]:
         """What was in each file, by the name that people know it by."""
         own = {name or self.root.name: one for name, one in zip(self.names, self.contents, strict=True)}
-        return own | (dict(self.held.files) if self.held else {})
+        return own | (prefixed("held out", self.held.files) if self.held else {})
 
     @property
     def digest(self) -> str:
@@ -101,6 +101,11 @@ class Corpus:
     def path(self, document: int) -> Path:
         """The file of one document."""
         return self.root / self.names[document] if self.names[document] else self.root
+
+
+def prefixed(kind: str, files: Mapping[str, Contents]) -> dict[str, Contents]:
+    """Files that are not trained on, under names that say so."""
+    return {f"{kind}: {name}": one for name, one in files.items()}
 
 
 def _contents(corpora: Sequence[Corpus]) -> list[Contents]:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringspun.errors import ConfigError, DataError, MissingExtra
 from ringspun.train.contents import Contents, read_whole
-from ringspun.train.data import Corpus, TrainingData, find_text
+from ringspun.train.data import Corpus, TrainingData, find_text, prefixed
 from ringspun.train.views import Renamed, Some, held_out
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ringspun.train.sources import Source
 
 _SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet"}
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 
 
 def open_data(config: TrainConfig, paths: Sequence[Path] = ()) -> TrainingData:
@@ -70,16 +70,16 @@ def _packed(config: TrainConfig, paths: Sequence[Path]) -> TrainingData:
     source, files = _source(data, paths, folder is not None)
     vocab_size = model_vocabulary(config)
     held: Source | None = None
+    others: dict[Path, Contents] = {}
     if isinstance(data.held_out, Path):
         held, others = _source(data, [data.held_out], folder is not None)
         _refuse_both(files, others)
-        files = files | others
     elif data.held_out:
         chosen = held_out(len(source), data.held_out)
         source, held = Some(source, ~chosen), Some(source, chosen)
     return PackedData(
         source,
-        _named(files) | _tokenizer_files(folder),
+        _named(files) | prefixed("held out", _named(others)) | _tokenizer_files(folder),
         held,
         folder,
         vocab_size,
@@ -113,7 +113,7 @@ def _source(data: DataConfig, paths: Sequence[Path], has_tokenizer: bool) -> tup
 
 
 def _files(paths: Sequence[Path], suffix: str) -> list[Path]:
-    """The files of one kind; those of folders by their names, sorted, and others whatever they are called."""
+    """The files of one kind, sorted: all in folders that are called so, and others whatever they are called."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -129,7 +129,7 @@ def _files(paths: Sequence[Path], suffix: str) -> list[Path]:
         if path.resolve() in seen:
             raise DataError(f"data must name each file once; got {path} twice. Leave one out.")
         seen.add(path.resolve())
-    return found
+    return sorted(found, key=os.path.abspath)
 
 
 def _data_set(paths: Sequence[Path]) -> tuple[Source, dict[Path, Contents]]:
@@ -140,7 +140,7 @@ def _data_set(paths: Sequence[Path]) -> tuple[Source, dict[Path, Contents]]:
     except ImportError as problem:
         raise MissingExtra("data sets must find datasets; install it: pip install 'ringspun[data]'.") from problem
     parts = []
-    for path in paths:
+    for path in sorted(paths, key=os.path.abspath):
         try:
             part = datasets.load_from_disk(str(path))
         except Exception as problem:  # it raises what it likes
@@ -160,8 +160,7 @@ def _look_at(source: Source, *, rows: int, has_tokenizer: bool) -> None:
     """Reads rows once, of lines all, so that a wrong one does not end a run of days."""
     from ringspun.train.samples import INPUT_IDS, kind_of
 
-    for index in range(rows):
-        row = source[index]
+    for index, row in enumerate(islice(source, rows)):
         try:
             kind = kind_of(row)
         except DataError as problem:
@@ -180,6 +179,8 @@ def _refuse_both(trained: Iterable[Path], held: Iterable[Path]) -> None:
 
 def _named(files: Mapping[Path, Contents]) -> dict[str, Contents]:
     """By names that stay the same when everything moves: relative to the folder that the files have in common."""
+    if not files:
+        return {}
     paths = [os.path.abspath(path) for path in files]
     root = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
     return {Path(path).relative_to(root).as_posix(): one for path, one in zip(paths, files.values(), strict=True)}
@@ -187,5 +188,6 @@ def _named(files: Mapping[Path, Contents]) -> dict[str, Contents]:
 
 def _tokenizer_files(folder: Path | None) -> dict[str, Contents]:
     """A tokenizer that changed means other tokens; the weights beside it do not matter."""
-    found = {path for pattern in _TOKENIZER for path in folder.glob(pattern)} if folder else set()
-    return {f"tokenizer: {path.name}": read_whole(path) for path in sorted(found) if path.is_file()}
+    from ringspun.train.init import tokenizer_files
+
+    return prefixed("tokenizer", {path.name: read_whole(path) for path in tokenizer_files(folder)})

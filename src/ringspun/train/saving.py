@@ -9,6 +9,7 @@ from ringspun.train.init import tokenizer_files
 from ringspun.train.resume import stages_of
 from ringspun.train.sharded import save_sharded
 from ringspun.train.shards import Whole, is_cut
+from ringspun.train.vocabulary import tokenizer_folder
 
 if TYPE_CHECKING:
     from ringspun.train.loop import Run, TrainState
@@ -42,7 +43,7 @@ def save_run(run: Run, state: TrainState) -> None:
         },
         "keep": run.config.keep_checkpoints,
         "spare": [leg.last_step for leg in run.legs[:-1]],
-        "beside": tokenizer_files(run.config.init),
+        "beside": tokenizer_files(tokenizer_folder(run.config)),
         "before_publish": run.hooks.before_publish,
     }
     if run.config.checkpoints == "sharded":

@@ -17,7 +17,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ class Source(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
         """The row of one document, as an `Encoder` takes it: a string, tokens, or a dict."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """All rows, in order."""
+        return (self[index] for index in range(len(self)))
 
     @abstractmethod
     def digest(self) -> str:
@@ -206,12 +210,15 @@ class JsonLines(Source):
 
     def __getitem__(self, index: int) -> Any:
         file, line, start, count = self._lines[index].tolist()
-        path = self._paths[file]
-        text = read_again(path, self._contents[file], start=start, count=count)
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as problem:
-            raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
+        return _parsed(
+            read_again(self._paths[file], self._contents[file], start=start, count=count), self._paths[file], line
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """All rows, each file read once from its beginning to its end."""
+        for path in self._paths:
+            with path.open("rb") as file:
+                yield from (_parsed(text, path, line) for line, text in enumerate(file) if text.strip())
 
     def where(self, index: int) -> str:
         file, line, _, _ = self._lines[index].tolist()
@@ -219,6 +226,13 @@ class JsonLines(Source):
 
     def digest(self) -> str:
         return digest_of([contents.sha256 for contents in self._contents])
+
+
+def _parsed(text: bytes, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
 
 
 def _lines(path: Path, number: int) -> NDArray[np.int64]:

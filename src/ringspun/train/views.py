@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,12 @@ class Renamed(Source):
         return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
-        row = self._source[index]
+        return self._renamed(index, self._source[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._renamed(index, row) for index, row in enumerate(self._source))
+
+    def _renamed(self, index: int, row: Any) -> Any:
         found = [name for name in self._names if isinstance(row, Mapping) and row.get(name) is not None]
         if len(found) != 1:
             raise DataError(f"{self.where(index)}: {self._refusal(row)}")
