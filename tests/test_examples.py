@@ -140,12 +140,11 @@ def test_a_checkpoints_context_is_extended_by_one_command(tmp_path, monkeypatch,
     trained(run, *output, "--export", tmp_path / "exported")
     records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [r["seq_len"] for r in records if "loss" in r] == [128] * 4 + [512] * 4
-    before, *_, after = [r["evaluation"]["loss@512"] for r in records if "loss@512" in r.get("evaluation", {})]
-    assert after < before - 0.2, "it learns"
+    before, *_, after = [r["evaluation"]["loss@128"] for r in records if "evaluation" in r]
+    assert after < before - 0.3, "it learns"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert (model.config.max_position_embeddings, model.config.rope_parameters["rope_theta"]) == (512, 1e5)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "exported")) == model.config.vocab_size
-    assert "has all its 8 steps" in trained(run, *output, "--dry-run")
 
 
 def test_a_model_of_ones_own_is_trained_by_a_recipe(tmp_path, monkeypatch):

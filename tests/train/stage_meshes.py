@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from mesh_runs import Stop, digest
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from training_runs import tiny_config
 
 from ringspun.errors import NonFiniteError
@@ -58,8 +59,14 @@ def _strike(stop: int, fault: int, step: int, model: Any) -> None:
     if step == fault:  # what the next step meets
         for name, parameter in model.named_parameters():
             if name == "model.layers.1.mlp.up_proj.weight":
-                parameter.data.view(-1)[:1] = float("nan")
+                local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+                local.fill_(float("nan"))
 
 
 def trained_on(rank: int, config: TrainConfig, text: Path, stop: int = 0) -> tuple[str, str]:
     return trained(config, text, stop)
+
+
+def faulty_on(rank: int, config: TrainConfig, text: Path) -> tuple[str, str]:
+    """In the second stage."""
+    return trained(config, text, fault=3)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringspun.errors import ConfigError
+from ringspun.train.saved_model import no_progress_bar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,9 +55,10 @@ def load_init(folder: Path) -> nn.Module:
 
     check_init(folder)
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
+        with no_progress_bar():
+            model, told = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
         raise ConfigError(f"init must be loadable by from_pretrained; {folder}: {problem}") from None
     if told["missing_keys"] or told["mismatched_keys"]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 WEIGHTS = "model.safetensors"
 
 
 def save_model(model: nn.Module, path: Path, state: dict[str, Tensor] | None = None) -> None:
-    """`save_pretrained` without its progress bar, which would tear ours apart; where there is none, the weights.
+    """`save_pretrained` without its progress bar; where there is no such method, the weights.
 
     Args:
         state: the weights, where the model does not hold them whole.
@@ -21,16 +23,23 @@ def save_model(model: nn.Module, path: Path, state: dict[str, Tensor] | None = N
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is None:
         return _save_weights(path, model.state_dict(keep_vars=True) if state is None else state)
+    with no_progress_bar():
+        save_pretrained(path, **({} if state is None else {"state_dict": state}))
+    return None
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keeps Transformers from drawing bars over ours."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        save_pretrained(path, **({} if state is None else {"state_dict": state}))
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()
-    return None
 
 
 def save_beside(path: Path, files: Iterable[Path]) -> None:
