@@ -78,6 +78,14 @@ def test_an_interrupted_run_with_an_optimizer_of_ones_own_is_the_uninterrupted_o
     assert found is not None and (found.model_path / "model.safetensors").exists()
 
 
+def test_a_recipe_that_changed_is_told_when_the_run_goes_on(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    for text in (MODEL, MODEL + "# a comment"):
+        config, recipe = with_recipe(tmp_path / "run", text)
+        run(config, tmp_path / "text", recipe=recipe, warn=warnings.append)
+    assert len(warnings) == 1 and "recipe is not what it was when" in warnings[0]
+
+
 def test_the_rates_of_an_optimizer_of_ones_own_follow_the_schedule(tmp_path: Path) -> None:
     """The second stage decays by thirds to nothing; its own rates are those at the peak."""
     seen: list[tuple[float, ...]] = []

@@ -47,7 +47,13 @@ def staged(output: Path, *stages: dict[str, Any], **changes: Any) -> TrainConfig
 
 
 def run(
-    config: TrainConfig, text: Path, *, hooks: Hooks | None = None, recipe: Recipe | None = None, ring: int = 1
+    config: TrainConfig,
+    text: Path,
+    *,
+    hooks: Hooks | None = None,
+    recipe: Recipe | None = None,
+    ring: int = 1,
+    warn: Callable[[str], None] = print,
 ) -> TrainState:
     """In this process; a ring of `ring`, in stages of more ranks of so many."""
     if not text.exists():
@@ -59,7 +65,7 @@ def run(
         more = (Mesh(), None, hooks or Hooks(), recipe or Recipe())
         return Run(leg.config, corpus, context, *more, config, leg.number)
 
-    return train_stages(config, corpus, Mesh(), of)[1]
+    return train_stages(config, corpus, Mesh(), of, warn=warn)[1]
 
 
 def stop_in(step: int) -> Hooks:

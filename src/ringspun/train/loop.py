@@ -160,6 +160,8 @@ def train_stages(
     first = leg_at(config.legs, found.step if found else 0)
     with ExitStack() as stack:
         run = run_of(first)
+        if found is not None and found.state.get("recipe", "") != run.recipe.digest:
+            warn(f"recipe is not what it was when {found.path} was written; the run goes on with it as it is now")
         state = _restored(run, found)
         report = stack.enter_context(_reporting(run, state.step))
         train_stage(run, state, report)
