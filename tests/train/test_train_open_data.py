@@ -157,7 +157,9 @@ def test_conversations_learn_what_the_assistant_says(tmp_path, tokenizer):
     short = open_data(
         config(tmp_path, format="jsonl", tokenizer=tokenizer, messages_field="talk"), [tmp_path / "talks.jsonl"]
     ).sequences(seq_len=16, seed=0)
-    with pytest.raises(DataError, match=r"must have at most seq_len = 16 tokens; .* overflow_conversations"):
+    with pytest.raises(
+        DataError, match=r"talks\.jsonl, line \d+\): .* at most seq_len = 16 tokens; .* overflow_conversations"
+    ):
         short.at({})
 
 
@@ -304,6 +306,8 @@ def test_texts_need_a_tokenizer(tmp_path):
         ({"tokenizer": "x"}, "tokenizer must not be given with format = 'bytes', where it has no effect"),
         ({"format": "text", "text_field": "x"}, "set format = 'jsonl' or 'parquet' or 'dataset'"),
         ({"format": "jsonl", "suffixes": [".x"]}, "suffixes must not be given with format = 'jsonl'"),
+        ({"held_out": True}, "held_out must be a share of at least 0 and below 1, or a path; got True"),
+        ({"path": ["a", 3]}, "data.path: path must be a text or a list of texts; got ['a', 3]"),
         ({"held_out": 1.0}, "held_out must be a share of at least 0 and below 1, or a path; got 1.0"),
         (
             {"format": "text", "overflow": "cut"},
@@ -341,7 +345,7 @@ def test_missing_extras_and_tokenizers_are_named(tmp_path, tokenizer, monkeypatc
         open_data(config(tmp_path, format="text"), [path])
     with pytest.raises(ConfigError, match=r"tokenizer must be a folder with a Hugging Face tokenizer; got .*nowhere"):
         open_data(config(tmp_path, format="text", tokenizer=tmp_path / "nowhere"), [path])
-    with pytest.raises(ConfigError, match=r"tokenizer must be loadable from .*data; "):
+    with pytest.raises(ConfigError, match=r"tokenizer must be loadable from .*data; .* Give a folder that save_pret"):
         open_data(config(tmp_path, format="text", tokenizer=path), [path])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RingspunError, match=r"pip install 'ringspun\[data\]'"):

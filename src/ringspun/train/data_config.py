@@ -27,14 +27,16 @@ _READ_BY: dict[Format, tuple[str, ...]] = {
 def _paths(given: Any) -> Any:
     """One path or several."""
     several = given if isinstance(given, list | tuple) else (given,)
-    return tuple(Path(one) if isinstance(one, str) else one for one in several)
+    if not all(isinstance(one, str | Path) for one in several):
+        raise ValueError(f"path must be a text or a list of texts; got {given!r}.")
+    return tuple(map(Path, several))
 
 
 def _share_or_path(given: Any) -> Any:
     """A number as it is, a text as a path."""
-    if isinstance(given, str):
-        return Path(given)
-    return float(given) if isinstance(given, int) and not isinstance(given, bool) else given
+    if isinstance(given, bool) or not isinstance(given, int | float | str | Path):
+        raise ValueError(f"held_out must be a share of at least 0 and below 1, or a path; got {given!r}.")
+    return given if isinstance(given, Path) else Path(given) if isinstance(given, str) else float(given)
 
 
 class DataConfig(Section):
@@ -102,11 +104,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_has_an_effect(self) -> Self:
-        for name in {name for names in _READ_BY.values() for name in names} - set(_READ_BY[self.format]):
-            if getattr(self, name) != type(self).model_fields[name].default:
+        for name in sorted({name for names in _READ_BY.values() for name in names} - set(_READ_BY[self.format])):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
                 formats = " or ".join(repr(kind) for kind, names in _READ_BY.items() if name in names)
                 raise ValueError(
                     f"{name} must not be given with format = {self.format!r}, where it has no effect; got "
-                    f"{getattr(self, name)!r}. Remove it, or set format = {formats}."
+                    f"{str(value) if isinstance(value, Path) else value!r}. Remove it, or set format = {formats}."
                 )
         return self

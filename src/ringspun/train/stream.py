@@ -290,7 +290,10 @@ class _Reader:
         document = int(self._order[1][walk.next])
         tokens, conversation, sample = self._look(document)
         policy = collator.policy(conversation)
-        pieces = fit(document, tokens, seq_len=collator.seq_len, overflow=policy, counts=walk.counts)
+        try:
+            pieces = fit(document, tokens, seq_len=collator.seq_len, overflow=policy, counts=walk.counts)
+        except DataError as problem:
+            raise DataError(f"{self._stream.source.where(document)}: {problem}") from None
         for piece in pieces:
             self._put(piece, sample)
         self._kept_any |= bool(pieces)

@@ -95,8 +95,11 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as problem:  # it raises what it likes
-        reason = str(problem).partition("\n")[0]
-        raise ConfigError(f"tokenizer must be loadable from {folder}; {type(problem).__name__}: {reason}") from None
+        reason = str(problem).partition("\n")[0].rstrip(" .:")
+        raise ConfigError(
+            f"tokenizer must be loadable from {folder}; {type(problem).__name__}: {reason}. Give a folder that "
+            "save_pretrained wrote."
+        ) from None
 
 
 def encoder_of(folder: Path | None, *, vocab_size: int | None = None) -> Encoder:
