@@ -162,7 +162,7 @@ def test_a_model_of_ones_own_is_trained_by_a_recipe(tmp_path, monkeypatch):
         if "loss" in (r := json.loads(line))
     ]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
-    foreseen = trained(run, "--data", text, "--output", tmp_path / "out", "--dry-run")
+    foreseen = trained(run, "--data", text, "--output", tmp_path / "out", "--dry-run", "--device", "H100")
     assert "a recipe's model" in foreseen and "has all its 8 steps" in foreseen
 
 

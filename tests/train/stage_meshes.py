@@ -25,9 +25,9 @@ from ringspun.train.recipe import Recipe
 
 OF_STAGES = ("seq_len", "steps", "warmup_steps", "final_lr", "decay", "decay_steps")
 STAGES: tuple[dict[str, Any], ...] = (
-    {"seq_len": 16, "steps": 2, "batch_size": 4, "lr": 1e-2},
+    {"seq_len": 16, "steps": 1, "batch_size": 4, "lr": 1e-2},
     {"seq_len": 48, "steps": 2, "batch_size": 2, "lr": 3e-3, "rope": 1e5},
-    {"seq_len": 64, "steps": 2, "batch_size": 2, "lr": 1e-3, "rope": 1e6, "decay": "linear"},
+    {"seq_len": 64, "steps": 1, "batch_size": 2, "lr": 1e-3, "rope": 1e6, "decay": "linear"},
 )
 ON_FOUR: tuple[dict[str, Any], ...] = (
     {"mesh": {"dp_replicate": 4}, "shard": "ddp"},
@@ -69,4 +69,4 @@ def trained_on(rank: int, config: TrainConfig, text: Path, stop: int = 0) -> tup
 
 def faulty_on(rank: int, config: TrainConfig, text: Path) -> tuple[str, str]:
     """In the second stage."""
-    return trained(config, text, fault=3)
+    return trained(config, text, fault=2)
