@@ -134,7 +134,9 @@ def test_evaluations_are_at_the_first_the_old_and_the_new_length_before_and_afte
 
 def test_evaluating_changes_no_bit(tmp_path: Path) -> None:
     own = Recipe(evaluate=lambda *_: {"drawn": float(torch.rand(1))})
+    torch.manual_seed(0)
     run(staged(tmp_path / "with", evaluate={"sequences": 3}), tmp_path / "text", recipe=own)
+    torch.manual_seed(0)
     run(staged(tmp_path / "without", data={"held_out": 0.5}), tmp_path / "text")
     assert same_bits(tmp_path / "with", tmp_path / "without")
     assert all("drawn" in record["evaluation"] for record in evaluations(tmp_path / "with"))
