@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
+
+from ringspun.cli.train import app
+from ringspun.train import loop
 
 from ringspun.testing.jobs import as_job
 
@@ -131,7 +139,59 @@ def test_hf_trainer_prints_the_same_losses_on_one_rank_and_on_two(capsys, pools)
     assert losses[1] == pytest.approx(losses[0], abs=3e-5)
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def trained(*arguments: str | Path) -> str:
+    """What `ringspun train` prints."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.processes
+def test_a_checkpoints_context_is_extended_by_one_command(tmp_path, monkeypatch, capsys):
+    """From the checkpoint that the example makes, over two processes, to one for `from_pretrained`; foreseen before."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(tmp_path / "runs" / "tiny")])
+    here("fine_tune/make_checkpoint.py", capsys)
+    (tmp_path / "examples" / "fine_tune").mkdir(parents=True)
+    shutil.copy(EXAMPLES / "fine_tune" / "run.toml", tmp_path / "examples" / "fine_tune")
+    (tmp_path / "docs").symlink_to(EXAMPLES.parent / "docs")
+    run, output = tmp_path / "examples" / "fine_tune" / "run.toml", ("--output", tmp_path / "out")
+    foreseen = trained(run, *output, "--dry-run")
+    assert "dp_replicate 2" in foreseen and "begins anew" in foreseen and not (tmp_path / "out").exists()
+    trained(run, *output, "--export", tmp_path / "exported")
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [r["seq_len"] for r in records if "loss" in r] == [128] * 4 + [512] * 4
+    before, *_, after = [r["evaluation"]["loss@128"] for r in records if "evaluation" in r]
+    assert after < before - 0.3, "it learns"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert (model.config.max_position_embeddings, model.config.rope_parameters["rope_theta"]) == (512, 1e5)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "exported")) == model.config.vocab_size
+
+
+def test_a_model_of_ones_own_is_trained_by_a_recipe(tmp_path, monkeypatch):
+    """Its recipe is in 60 lines, and learns."""
+    monkeypatch.setattr(
+        loop, "peak_memory", lambda: nullcontext(SimpleNamespace(bytes=0))
+    )  # the profiler takes seconds
+    run = EXAMPLES / "custom_model" / "run.toml"
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be; " * 200)
+    trained(run, "--data", text, "--output", tmp_path / "out")
+    losses = [
+        r["loss"]
+        for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+        if "loss" in (r := json.loads(line))
+    ]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    foreseen = trained(run, "--data", text, "--output", tmp_path / "out", "--dry-run", "--device", "H100")
+    assert "a recipe's model" in foreseen and "has all its 8 steps" in foreseen
+
+
+@pytest.mark.parametrize(
+    "example",
+    [*sorted(path.name for path in EXAMPLES.glob("*.py")), "custom_model/recipe.py", "fine_tune/make_checkpoint.py"],
+)
 def test_an_example_stays_short(example):
     """A program to start from, not a framework; one that saves and resumes has more to show."""
     most = 75 if example == "fsdp2.py" else 60

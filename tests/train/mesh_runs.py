@@ -22,11 +22,11 @@ from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train import checkpointing, loop
+from ringspun.train import checkpointing, loop, saving
 from ringspun.train.causal_lm import CausalLMLoss
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.chunked_loss import Terms
-from ringspun.train.data import Corpus, Position, find_text
+from ringspun.train.data import Corpus, find_text
 from ringspun.train.decoder_blocks import apply_blockwise
 from ringspun.train.gradients import gradient_scale
 from ringspun.train.loop import Hooks, Run, TrainState
@@ -105,7 +105,7 @@ def run_alone(folder: Path, corpus: Corpus, **changes: Any) -> Run:
 
 
 def told_of(state: TrainState) -> Told:
-    return Told(digest=digest(state), position=state.position.as_dict())
+    return Told(digest=digest(state), position=state.position)
 
 
 def digest(state: TrainState) -> str:
@@ -125,7 +125,7 @@ def trained(run: Run) -> Told:
     state, told = loop._begin(run, print), Told()
     with patch.object(loop, "peak_memory", lambda: nullcontext(SimpleNamespace(bytes=0))):  # the profiler takes seconds
         loop._train(run, state, told)
-    told.digest, told.position = digest(state), state.position.as_dict()
+    told.digest, told.position = digest(state), state.position
     return told
 
 
@@ -140,7 +140,7 @@ def load_on(rank: int, on: On, folder: Path, saved: list[str]) -> list[str]:
     for name in saved:
         torch.rand(3)
         state = loop._begin(run_on(on, folder, name=name), print)
-        assert state.position != Position()
+        assert state.position
         found.append(digest(state))
     return found
 
@@ -183,16 +183,16 @@ def torn_on(rank: int, on: On, folder: Path) -> dict[str, str]:
     state = loop._begin(run, print)
     loop._step(run, state, loop._next_batch(run.stream, state.position, BATCH))
     state.step = 2
-    loop._save(run, state)
+    saving.save_run(run, state)
     state.step = 4
     write = HuggingFaceStorageWriter.write_data
     if rank == 2:
         HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
     try:
-        one = caught(lambda: loop._save(run, state))
+        one = caught(lambda: saving.save_run(run, state))
     finally:
         HuggingFaceStorageWriter.write_data = write  # type: ignore[method-assign]
-    other = caught(lambda: loop._save(run, state))
+    other = caught(lambda: saving.save_run(run, state))
     found = checkpointing.latest(run.checkpoints, warn=print)
     return {"a rank": one, "rank 0": other, "found": "" if found is None else found.path.name}
 

@@ -23,8 +23,10 @@ from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError, DataError
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train.collate import Collator, to_ring
+from ringspun.train.packing import Piece
 from ringspun.train.samples import Encoder
 from ringspun.train.stream import PackedStream, measure
+from ringspun.train.walk import joined
 
 SEQ_LEN = 64
 DOCUMENTS = [
@@ -228,6 +230,48 @@ def test_a_new_stage_goes_on_with_the_same_documents():
         state, seen = made[-1]["state"], seen + len(made)
     assert sorted(read) == sorted(int(t) for d in DOCUMENTS for t in d)
     assert made[-1]["sequences"] == [seen - 1]
+
+
+def test_what_was_split_and_waits_is_whole_in_a_longer_stage():
+    """One document of 90 tokens in sequences of 16: a piece is used, the others are joined; one of 40, all of which
+    waits, is not cut at all any more. A state of the same length changes nothing."""
+    documents = [np.arange(90), 100 + np.arange(40)]
+    short = stream(16, documents=documents, shuffle=False, pool_documents=7)
+    first, second = itertools.islice(short, 2)
+    assert first["document_lengths"] == [[16]] and first["counts"]["documents_cut"] == 2
+    longer = stream(64, documents=documents, shuffle=False, pool_documents=7)
+    longer.load_state_dict(first["state"], new_stage=True)
+    made = list(longer)
+    assert sorted(n for batch in made for n in batch["document_lengths"][0]) == [10, 40, 64]
+    assert made[0]["input_ids"][0].tolist() == list(range(16, 80)) and made[-1]["counts"]["documents_cut"] == 1
+    assert made[-1]["counts"]["tokens"] == made[-1]["counts"]["tokens_packed"] == 130
+    again = stream(16, documents=documents, shuffle=False, pool_documents=7)
+    again.load_state_dict(first["state"], new_stage=True)
+    assert next(iter(again))["input_ids"].tolist() == second["input_ids"].tolist()
+
+
+pieces = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 39), max_size=5)).map(
+    lambda drawn: list(itertools.pairwise(sorted({0, drawn[0], *(at for at in drawn[1] if at < drawn[0])})))
+)
+
+
+@given(st.lists(pieces, max_size=5), st.randoms(use_true_random=False))
+def test_joined_pieces_are_the_same_tokens(documents, random):
+    """Each document twice, as in two epochs, some of its first pieces used already, mixed with the others'."""
+    queues = [[Piece(n, *p) for p in parts[random.randint(0, len(parts)) :]] for n, parts in enumerate(documents * 2)]
+    queues = [[piece._replace(document=piece.document % (len(documents) or 1)) for piece in one] for one in queues]
+    waiting, started = [], [list(one) for one in queues]
+    while any(queues):
+        waiting.append(random.choice([one for one in queues if one]).pop(0))
+    made = joined(waiting)
+    assert sum(parts for _, parts in made) == len(waiting)
+    for of in (waiting, [piece for piece, _ in made]):
+        assert all(piece.start < piece.stop for piece in of)
+    tokens = [
+        sorted((p.document, t) for p in of for t in range(p.start, p.stop)) for of in (waiting, [m[0] for m in made])
+    ]
+    assert tokens[0] == tokens[1]
+    assert len(made) <= sum(bool(one) for one in started)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from ringspun import Zigzag
 from ringspun.core.route import Ring
 from ringspun.errors import ConfigError
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.config import TrainConfig, validated
+from ringspun.train.config import TrainConfig
 from ringspun.train.loop import Run, train
 from ringspun.train.model import route_of
+from ringspun.train.sections import validated
 
 
 def test_a_run_has_the_same_bits_by_every_policy_and_may_change_it(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
         ("heads = 2", "heads = 2\nrope_theta = inf", "model.rope_theta: input should be a finite number"),
         ("steps = 10", 'steps = 10\noutput = ""', "output must name a folder; got ''"),
         ("steps = 10", 'steps = 10\noutput = "a\\u0000b"', "output must name a folder"),
-        ("[model]", "[x]\n[model]", "unknown table 'x'; the tables are: model, data."),
+        ("[model]", "[x]\n[model]", "unknown table 'x'; the tables are: model, data, evaluate."),
         ("[model]", "[dat]\n[model]", "unknown table 'dat'; the nearest is 'data'"),
         ("heads = 2", "heads = 2\n[model.x]", "unknown table 'model.x'; the tables of [model] are: none."),
         ("heads = 2", "heads = 2\nx = 1", "unknown key 'model.x'; the keys of [model] are: layers, hidden_size"),

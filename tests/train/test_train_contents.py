@@ -17,7 +17,7 @@ from training_runs import write_text
 from ringspun.errors import DataError
 from ringspun.train import contents
 from ringspun.train.contents import BLOCK_BYTES, differences, manifest, read_again, read_text
-from ringspun.train.data import ByteStream, Position, find_text
+from ringspun.train.data import ByteStream, find_text
 
 SIZES = st.sampled_from([1, 7, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 17 * BLOCK_BYTES + 5])
 
@@ -78,13 +78,13 @@ def test_a_stream_reads_only_what_it_found(tmp_path: Path) -> None:
     """A change that keeps the size."""
     corpus = write_text(tmp_path)
     stream = ByteStream(corpus, seq_len=corpus.tokens, seed=0)
-    stream.at(Position())
+    stream.at({})
     text = (tmp_path / "doc4.txt").read_text()
     (tmp_path / "doc4.txt").write_text(text[::-1])
     with pytest.raises(DataError, match=r"doc4\.txt: data must not change during a run; bytes 0 to 44 are not"):
-        stream.at(Position())
+        stream.at({})
     (tmp_path / "doc4.txt").write_text(text)
-    stream.at(Position())
+    stream.at({})
 
 
 def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from ringspun.train.contents import manifest
 from ringspun.train.data import find_text
 from ringspun.train.gradient import FlatGradient
 from ringspun.train.log import Log
-from ringspun.train.loop import Hooks, Run, TrainState, learning_rate, train
+from ringspun.train.loop import Hooks, Run, TrainState, train
 from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import build_model
 from ringspun.train.proof import Proof, prove
+from ringspun.train.stages import learning_rate
 
 
 class Stop(Exception):
@@ -281,4 +282,4 @@ def test_sum_that_overflows_is_named() -> None:
 def test_state_begins_at_the_start() -> None:
     model = build_model(tiny_config(Path("unused")), on_ring=False)
     state = TrainState(model, model, torch.optim.SGD(model.parameters()), FlatGradient(model))
-    assert state.step == 0 and state.position.as_dict() == {"epoch": 0, "document": 0, "offset": 0}
+    assert state.step == 0 and state.position == {}

@@ -27,6 +27,7 @@ from training_runs import (
     same_bits,
     tiny_config,
     tiny_toml,
+    two_stages,
     write_text,
 )
 from typer.testing import CliRunner
@@ -49,27 +50,28 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(110)
 def test_killed_in_a_step_and_in_a_checkpoint_the_run_goes_on(tmp_path: Path) -> None:
-    """Rank 1 is killed in step 4; resumed, rank 0 in checkpoint 4; resumed, it ends; and goes on on another ring."""
+    """Rank 1 is killed in step 4, the second stage's first; resumed, rank 0 in checkpoint 4; resumed, it ends; and goes
+    on on another ring."""
     corpus = write_text(tmp_path / "text")
-    launch.launch(Job(tiny_config(tmp_path / "whole", ranks=2), corpus))
+    launch.launch(Job(two_stages(tmp_path / "whole", ranks=2), corpus))
     checkpoints = tmp_path / "run" / "checkpoints"
 
-    two = tiny_config(tmp_path / "run", ranks=2)
+    two = two_stages(tmp_path / "run", ranks=2)
     with pytest.raises(LaunchError, match=r"rank 1 failed: Signal 9 \(SIGKILL\)"):
         launch.launch(Job(two, corpus, hooks=Hooks(after_backward=die_in_step_4)))
-    assert names(checkpoints) == ["step-000002"]
+    assert names(checkpoints) == ["step-000002", "step-000003"]
     assert figure_of(tmp_path / "run").done == 3 and (tmp_path / "run" / "report.html").exists()
     assert all(0 < record["waiting"] <= record["waiting_most"] < 1 for record in logged_steps(tmp_path / "run"))
     with pytest.raises(LaunchError, match=r"rank 0 failed: Signal 9 \(SIGKILL\)"):
         launch.launch(Job(two, corpus, hooks=Hooks(before_publish=die_in_checkpoint_4)))
-    assert names(checkpoints) == ["step-000002"]
+    assert names(checkpoints) == ["step-000002", "step-000003"]
 
     launch.launch(Job(two, corpus))
-    assert names(checkpoints) == ["step-000004", "step-000006"]
+    assert names(checkpoints) == ["step-000003", "step-000004", "step-000006"]
     assert same_bits(tmp_path / "run", tmp_path / "whole")
 
-    launch.launch(Job(tiny_config(tmp_path / "run", ranks=3, steps=8), corpus, prove=True))
-    assert names(checkpoints) == ["step-000006", "step-000008"]
+    launch.launch(Job(two_stages(tmp_path / "run", ranks=3, steps=5), corpus, prove=True))
+    assert names(checkpoints) == ["step-000003", "step-000006", "step-000008"]
     proof = json.loads((tmp_path / "run" / "proof.json").read_text())
     assert proof["ok"] and proof["ranks"] == 3 and len(proof["attention_bytes_per_rank"]) == 3
 
@@ -85,7 +87,8 @@ def test_nan_on_rank_2_stops_all_ranks_alike(tmp_path: Path) -> None:
     outcomes = start_ranks(4, outcome, job, logs=tmp_path)
     assert set(outcomes) == {0, 1, 2, 3}
     assert set(outcomes.values()) == {
-        "NonFiniteError: loss and gradients must be finite; at step 3 on rank 2 the gradient has a NaN or Inf."
+        "NonFiniteError: loss and gradients must be finite; at step 3 on rank 2 the gradient has a NaN or Inf, first "
+        "that of model.embed_tokens.weight."
     }
     assert names(tmp_path / "run" / "checkpoints") == ["step-000002"]
     assert len(losses(tmp_path / "run")) == 2

@@ -59,6 +59,15 @@ def tiny_config(output: Path, **changes: Any) -> TrainConfig:
     return TrainConfig.model_validate(values | changes)
 
 
+def two_stages(output: Path, *, ranks: int, steps: int = 3) -> TrainConfig:
+    """3 steps of `tiny_config`, then more at another length."""
+    top = tiny_config(output, ranks=ranks).model_dump()
+    for name in ("seq_len", "steps", "warmup_steps", "final_lr", "decay", "decay_steps"):
+        top.pop(name)
+    long = {"seq_len": 80, "steps": steps, "rope": 1e5}
+    return TrainConfig.model_validate(top | {"stages": [{"seq_len": SEQ_LEN, "steps": 3, "warmup_steps": 2}, long]})
+
+
 def write_text(folder: Path, *, lengths: tuple[int, ...] = (30, 7, 150, 1, 44, 90)) -> Corpus:
     """Small files of seeded letters, and their corpus."""
     folder.mkdir(parents=True, exist_ok=True)

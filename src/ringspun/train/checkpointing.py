@@ -26,12 +26,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from ringspun.errors import CheckpointError
 from ringspun.train.manifests import MANIFEST, SHARDS, STATE, files, manifest_fault, write_manifest
 from ringspun.train.output import FULL
+from ringspun.train.saved_model import save_beside, save_model
 
 if TYPE_CHECKING:
     from ringspun.train.shards import Whole
@@ -75,6 +76,8 @@ def save(
     optimizer: Optimizer,
     state: dict[str, Any],
     keep: int = 2,
+    spare: Collection[int] = (),
+    beside: Collection[Path] = (),
     before_publish: Callable[[int], None] | None = None,
     whole: Whole | None = None,
 ) -> Path:
@@ -84,11 +87,12 @@ def save(
     Args:
         folder: holds one folder per checkpoint; made if absent.
         step: optimizer steps done.
-        model: anything with `save_pretrained`.
+        model: see `saved_model.save_model`.
         optimizer: its tensors go into a safetensors file, by parameter name.
         state: plain data (JSON) that a resumed run needs.
         keep: checkpoints to keep, this one included. Those of later steps, which were skipped as damaged, stay
-            until their step is saved again.
+            until their step is saved again. spare: steps whose checkpoints stay, however old.
+        beside: files that are copied to the model; its tokenizer, say.
         before_publish: called with `step` when all is written but nothing is visible yet; for tests of a
             crash there.
         whole: the tensors of a model that is cut over ranks, gathered; see `Whole`.
@@ -105,8 +109,9 @@ def save(
     return publish(
         folder,
         step,
-        lambda partial: _write(partial, step, model, tensors, state),
+        lambda partial: _write(partial, step, model, tensors, state, beside),
         keep=keep,
+        spare=spare,
         before_publish=before_publish,
     )
 
@@ -117,6 +122,7 @@ def publish(
     write: Callable[[Path], None],
     *,
     keep: int,
+    spare: Collection[int] = (),
     before_publish: Callable[[int], None] | None = None,
 ) -> Path:
     """Makes what `write` writes into a folder of its own the checkpoint of `step`, whole or not at all; see `save`."""
@@ -139,7 +145,8 @@ def publish(
     tidy(folder)
     with _removing(folder):
         for old in [path for path in _folders(folder) if _number(path) <= step][keep:]:
-            _remove(old)
+            if _number(old) not in spare:
+                _remove(old)
     return place
 
 
@@ -241,10 +248,13 @@ def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
-def _write(partial: Path, step: int, model: nn.Module, whole: Whole, state: dict[str, Any]) -> None:
+def _write(
+    partial: Path, step: int, model: nn.Module, whole: Whole, state: dict[str, Any], beside: Collection[Path]
+) -> None:
     from safetensors.torch import save_file
 
     save_model(model, partial / "model", whole.model)
+    save_beside(partial / "model", beside)
     save_file(whole.optimizer, partial / "optimizer.safetensors")
     save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
     write_state(partial, step, state)
@@ -265,23 +275,6 @@ def _unwritten(place: Path, problem: Exception, before: list[str]) -> Checkpoint
     return CheckpointError(
         f"checkpoint {place} must be written whole; got: {what}. {todo}, then run the same command again{left}."
     )
-
-
-def save_model(model: nn.Module, path: Path, state: dict[str, Tensor] | None = None) -> None:
-    """`save_pretrained` without its progress bar, which would tear ours apart.
-
-    Args:
-        state: the weights, where the model does not hold them whole.
-    """
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        cast(Any, model).save_pretrained(path, **({} if state is None else {"state_dict": state}))
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _restore_optimizer(

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
+import warnings
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from ringspun.core.partition import Partition
 from ringspun.core.text import parse_layout
-from ringspun.errors import ConfigError
+from ringspun.errors import ConfigError, RingspunWarning
+from ringspun.train.context_schedule import AnyRope
+from ringspun.train.data_config import DataConfig
+from ringspun.train.sections import Section, validated
 from ringspun.train.sharding import SHARDED, Sharding, check_sharding
+from ringspun.train.stages import MESH, Decay, Kept, Leg, TrainStage, check_decay, legs
 
-C = TypeVar("C", bound=BaseModel)
-
-
-class Section(BaseModel):
-    """A table of a config: frozen, nothing unknown, nothing converted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+_OF_STAGES = ("seq_len", "steps", "warmup_steps", "final_lr", "decay", "decay_steps")
+"""Keys that each stage says for itself."""
 
 
 class ModelConfig(Section):
-    """The `[model]` table: a Llama over byte tokens."""
+    """The `[model]` table: a Llama."""
 
     layers: int = Field(gt=0, description="Decoder layers.")
     hidden_size: int = Field(gt=0, description="Width of the residual stream; a multiple of 2 * `heads`.")
@@ -36,6 +36,9 @@ class ModelConfig(Section):
     )
     rope_theta: float = Field(
         default=10_000.0, gt=0, allow_inf_nan=False, description="Base of the rotary frequencies."
+    )
+    vocab_size: int | None = Field(
+        default=None, gt=0, description="Token numbers. Default: as many as the tokenizer has; of bytes 257."
     )
 
     @property
@@ -55,27 +58,37 @@ class ModelConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    """The `[data]` table: which files of a folder are read. A single file is read whatever its name."""
+class EvaluateConfig(Section):
+    """The `[evaluate]` table: the loss on sequences that are not trained on, where stages switch and at the end."""
 
-    suffixes: tuple[str, ...] = Field(
-        default=(".md", ".py", ".txt"),
-        strict=False,
-        min_length=1,
-        description="Endings of the files to read.",
-    )
-    skip_folders: tuple[str, ...] = Field(
-        default=("__pycache__",),
-        strict=False,
-        description="Names of folders to leave out, wherever they are. Hidden folders always are.",
-    )
+    sequences: int = Field(default=4, gt=0, description="Held-out sequences at each length.")
 
 
 class TrainConfig(Section):
     """A whole run."""
 
-    model: ModelConfig
-    data: DataConfig = Field(default_factory=DataConfig, description="Which files are read.")
+    model: ModelConfig | None = Field(default=None, description="A Llama with random weights; or give `init`.")
+    data: DataConfig = Field(default_factory=DataConfig, description="What is read.")
+    evaluate: EvaluateConfig | None = Field(default=None, description="Loss on held-out sequences.")
+    stages: tuple[TrainStage, ...] = Field(
+        default=(), strict=False, description="Stages, one after another, instead of `seq_len` and `steps`."
+    )
+    init: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Folder of a Hugging Face causal language model to start from: its weights, config and tokenizer; "
+        "`[model]` is then not given. From the config's folder on.",
+    )
+    recipe: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Python file that says what a config cannot; see [a recipe](extending.md#a-recipe). From the "
+        "config's folder on.",
+    )
+    rope: AnyRope | None = Field(
+        default=None,
+        description="Rotations: a theta, or a table of Hugging Face's rope_parameters. Default: the model's own.",
+    )
     seq_len: int = Field(gt=1, description="Tokens of one sequence.")
     batch_size: int = Field(
         default=1, gt=0, description="Sequences of one optimizer step; a multiple of `dp_replicate` * `dp_shard`."
@@ -108,7 +121,7 @@ class TrainConfig(Section):
         default="bfloat16",
         description="bfloat16: computed by autocast, or by FSDP2's policy; weights stay float32. float32: all.",
     )
-    checkpointing: Literal["none", "layer", "attention", "ring_step"] = Field(
+    checkpointing: Kept = Field(
         default="none",
         description="What of each layer is kept for backward: everything; its input; that and what attention gave; "
         "that and the keys and values of `kept_hops` hops of the ring. The rest is computed again. See "
@@ -127,13 +140,17 @@ class TrainConfig(Section):
         "Default: all of a rank's, kept.",
     )
     loss_chunk: int = Field(default=1024, gt=0, description="Tokens whose logits are alive at once.")
-    steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
+    steps: int = Field(gt=0, description="Optimizer steps of the whole run; or give [[stages]].")
     lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     final_lr: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Learning rate at the last step (cosine decay); at most `lr`.",
+        description="Learning rate at the last step; at most `lr`.",
+    )
+    decay: Decay = Field(default="cosine", description="How the learning rate falls to `final_lr`; none: it stays.")
+    decay_steps: int | None = Field(
+        default=None, gt=0, description="Steps of the decay, the last ones. Default: all after the warm-up."
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0; less than `steps`.")
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="AdamW's decay, of matrices only.")
@@ -165,6 +182,11 @@ class TrainConfig(Section):
     )
 
     @property
+    def legs(self) -> tuple[Leg, ...]:
+        """The stages as they are trained; without stages one, of this config."""
+        return legs(self)
+
+    @property
     def data_size(self) -> int:
         """Groups of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
@@ -172,12 +194,32 @@ class TrainConfig(Section):
     @property
     def processes(self) -> int:
         """Ranks of the whole job."""
-        return self.data_size * self.ranks
+        return self.legs[0].config.processes if self.stages else self.data_size * self.ranks
 
     @property
     def needs_mesh(self) -> bool:
-        """Whether the ranks are more than one ring with the weights whole on each."""
+        """Whether the ranks are more than one ring with the weights whole on each, in some stage."""
+        if self.stages:
+            return any(leg.config.needs_mesh for leg in self.legs)
         return self.data_size > 1 or self.ulysses > 1 or self.shard != "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length_is_of_stages(cls, values: Any) -> Any:
+        """With stages, length and steps are theirs: the first one's length, all steps."""
+        if not isinstance(values, Mapping) or not values.get("stages"):
+            return values
+        given = [name for name in _OF_STAGES if name in values]
+        if given:
+            raise ValueError(
+                f"{given[0]} must be said in each of [[stages]], not at the top; got {values[given[0]]!r}. Move it."
+            )
+        try:
+            stages = TypeAdapter(tuple[TrainStage, ...]).validate_python(values["stages"], strict=False)
+        except ValidationError:
+            return {**values, "seq_len": 2, "steps": 1}  # its own field says what is wrong
+        steps = sum(stage.step_count for stage in stages)
+        return {**values, "seq_len": stages[0].seq_len, "steps": steps, "decay": "none"}
 
     @field_validator("layout")
     @classmethod
@@ -195,7 +237,36 @@ class TrainConfig(Section):
         return path
 
     @model_validator(mode="after")
+    def _weights_come_from_one_place(self) -> Self:
+        if self.model is not None and self.init is not None:
+            raise ValueError("model must not be given with init, whose config says it. Remove [model], or init.")
+        if self.model is None and self.init is None and self.recipe is None:
+            raise ValueError("key 'model' must be given, or init, or a recipe that builds one. A Llama: [model].")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        """Each stage is held to what a run without stages is held to."""
+        if not self.stages:
+            return self
+        idle = [name for name in MESH if getattr(self, name) > 1]
+        if idle and all(stage.mesh for stage in self.stages):
+            name = idle[0]
+            raise ValueError(f"{name} must not be given where each stage has a mesh; it would have no effect.")
+        for one, two in pairwise(self.stages):
+            if two.seq_len < one.seq_len:
+                warnings.warn(
+                    f"seq_len should grow from stage to stage; got {two.seq_len} after {one.seq_len}.",
+                    RingspunWarning,
+                    stacklevel=2,
+                )
+        legs(self)
+        return self
+
+    @model_validator(mode="after")
     def _every_rank_has_a_token(self) -> Self:
+        if self.stages:
+            return self
         if self.ranks <= self.seq_len and Partition(self.seq_len, self.ranks, parse_layout(self.layout)).tokens.all():
             return self
         raise ValueError(
@@ -205,6 +276,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _hops_are_kept(self) -> Self:
+        if self.stages:
+            return self
         if self.checkpointing == "ring_step" and self.ranks == self.ulysses:
             raise ValueError(
                 "checkpointing must not be 'ring_step' in a ring of 1, which has no hops; got ranks = "
@@ -219,9 +292,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _mesh_fits(self) -> Self:
+        if self.stages:
+            return self
         if self.ranks % self.ulysses:
             raise ValueError(f"ulysses must divide ranks; got {self.ulysses} and ranks = {self.ranks}.")
-        if self.ulysses > self.model.heads:
+        if self.model is not None and self.ulysses > self.model.heads:
             raise ValueError(f"ulysses must be at most model.heads, {self.model.heads}; got {self.ulysses}.")
         if self.batch_size % self.data_size:
             more = -(-self.batch_size // self.data_size) * self.data_size
@@ -242,10 +317,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
-        if self.warmup_steps >= self.steps:
+        if self.warmup_steps >= self.steps and self.decay != "none":
             raise ValueError(f"warmup_steps must be less than steps; got {self.warmup_steps} and steps = {self.steps}.")
         if self.final_lr > self.lr:
             raise ValueError(f"final_lr must be at most lr; got {self.final_lr} and lr = {self.lr}.")
+        check_decay(self.decay, self.decay_steps, self.final_lr, self.steps - self.warmup_steps)
         if self.checkpoint_every > self.steps:
             raise ValueError(
                 f"checkpoint_every must be at most steps; got {self.checkpoint_every}, steps = {self.steps}."
@@ -271,60 +347,21 @@ def load_config(path: Path, **overrides: Any) -> TrainConfig:
         raise ConfigError(f"{path}: config must be TOML; {problem}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: config must be TOML; it is nested too deeply.") from None
+    _from_folder(values, ("init", "recipe"), path.parent)
+    _from_folder(values.get("data"), ("path", "tokenizer", "held_out"), path.parent)
     values |= {key: value for key, value in overrides.items() if value is not None}
     return validated(TrainConfig, values, source=str(path))
-
-
-def validated(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
-    """A config of that kind, with every fault of `values` said in the user's terms.
-
-    Raises:
-        ConfigError: naming `source` and the dotted key, and for an unknown key the nearest known one.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as problem:
-        lines = [_explain(error, kind) for error in problem.errors(include_url=False)]
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 def _reason(problem: Exception) -> str:
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def _explain(error: Any, root: type[BaseModel]) -> str:
-    """One of pydantic's errors in the user's terms."""
-    keys = [str(part) for part in error["loc"]]
-    name = ".".join(keys)
-    if error["type"] == "extra_forbidden":
-        return _unknown(keys, root, is_table=isinstance(error["input"], dict))
-    if error["type"] == "missing":
-        field = _section(keys[:-1], root).model_fields[keys[-1]]
-        return f"key {name!r} must be given. {field.description or ''}".rstrip()
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{name}: {message}" if name else str(message)
-    return f"{name}: {message[0].lower()}{message[1:]}; got {error['input']!r}."
-
-
-def _unknown(keys: list[str], root: type[BaseModel], *, is_table: bool) -> str:
-    """Names the nearest key, or the nearest table for a table; all of them where none is near."""
-    fields = _section(keys[:-1], root).model_fields
-    known = [k for k, f in fields.items() if _is_section(f.annotation) == is_table]
-    near = difflib.get_close_matches(keys[-1], known, 1)
-    what, name = "table" if is_table else "key", ".".join(keys)
-    if near:
-        return f"unknown {what} {name!r}; the nearest is {'.'.join([*keys[:-1], *near])!r}. Rename or remove it."
-    place = f" of [{'.'.join(keys[:-1])}]" if keys[:-1] else ""
-    return f"unknown {what} {name!r}; the {what}s{place} are: {', '.join(known) or 'none'}. Rename or remove it."
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _section(keys: list[str], root: type[BaseModel]) -> type[BaseModel]:
-    section: Any = root
-    for key in keys:  # a number: an entry of a list of tables
-        section = get_args(section)[0] if key.isdigit() else section.model_fields[key].annotation
-    return section  # type: ignore[no-any-return]
+def _from_folder(table: Any, keys: tuple[str, ...], folder: Path) -> None:
+    """Paths of a table as seen from here; whatever is no path is for the table's own words."""
+    for key in keys if isinstance(table, dict) else ():
+        given = table.get(key)
+        if isinstance(given, str):
+            table[key] = str(folder / given)
+        elif isinstance(given, list) and all(isinstance(one, str) for one in given):
+            table[key] = [str(folder / one) for one in given]

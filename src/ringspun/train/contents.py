@@ -1,4 +1,4 @@
-"""What is in the text files of a run: read once before any rank starts, and compared whenever they are read again.
+"""What is in the files of a run: read once before any rank starts, and compared whenever they are read again.
 
 Each file has a SHA-256 and, in memory only, a CRC-32 of every block of 64 KiB. The first says on resume whether the
 data is still the same; ``data.json`` in the run's output keeps it, so that the files that are not can be named. The
@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,27 +43,45 @@ def read_text(path: Path) -> Contents:
     Raises:
         DataError: naming the file that cannot be read or is not UTF-8, and the byte.
     """
-    decoder, whole, blocks, offset = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256(), bytearray(), 0
-    chunk = b"-"
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+
+    def check(chunk: bytes) -> None:
+        nonlocal offset
+        pending = len(decoder.getstate()[0])  # bytes of a character begun in the last chunk
+        try:
+            decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as problem:
+            at = offset - pending + problem.start
+            raise DataError(
+                f"{path}: text must be UTF-8; byte {at} is {problem.object[problem.start]:#04x}. "
+                "Convert the file, or leave it out with data.suffixes or data.skip_folders."
+            ) from None
+        offset += len(chunk)
+
+    return read_whole(path, check)
+
+
+def read_whole(path: Path, look: Callable[[bytes], None] = lambda chunk: None) -> Contents:
+    """Reads a file to its end.
+
+    Args:
+        look: called with each piece of it, and with nothing at the end.
+    Raises:
+        DataError: naming the file that cannot be read; and what `look` raises.
+    """
+    whole, blocks, size, chunk = hashlib.sha256(), bytearray(), 0, b"-"
     try:
         with path.open("rb") as file:
             while chunk:
                 chunk = file.read(_READ_BYTES)
-                pending = len(decoder.getstate()[0])  # bytes of a character begun in the last chunk
-                decoder.decode(chunk, final=not chunk)
+                look(chunk)
                 whole.update(chunk)
                 for start in range(0, len(chunk), BLOCK_BYTES):
                     blocks += _crc32(memoryview(chunk)[start : start + BLOCK_BYTES])
-                offset += len(chunk)
+                size += len(chunk)
     except OSError as problem:
         raise unreadable(path, problem) from None
-    except UnicodeDecodeError as problem:
-        at = offset - pending + problem.start
-        raise DataError(
-            f"{path}: text must be UTF-8; byte {at} is {problem.object[problem.start]:#04x}. "
-            "Convert the file, or leave it out with data.suffixes or data.skip_folders."
-        ) from None
-    return Contents(offset, whole.hexdigest(), bytes(blocks))
+    return Contents(size, whole.hexdigest(), bytes(blocks))
 
 
 def read_again(path: Path, contents: Contents, *, start: int, count: int) -> bytes:

@@ -27,11 +27,11 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, InstanceOf, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, PrivateAttr, field_validator, model_validator
 
 from ringspun.errors import ConfigError, RingspunWarning
-from ringspun.train.config import Section, validated
 from ringspun.train.rope import Default, Rope, from_parameters
+from ringspun.train.sections import Section, validated
 
 
 def _rope(given: Any) -> Any:
@@ -39,6 +39,15 @@ def _rope(given: Any) -> Any:
     if isinstance(given, Mapping):
         return from_parameters(given)
     return Default(theta=given) if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
+def _plain(rope: Rope) -> Any:
+    """A value as a theta, or as Hugging Face's parameters."""
+    return rope.theta if rope == Default(theta=rope.theta) else rope.to_parameters()
+
+
+AnyRope = Annotated[InstanceOf[Rope], BeforeValidator(_rope), PlainSerializer(_plain, when_used="json")]
+"""A field that takes a theta, a table of Hugging Face's parameters, or a value."""
 
 
 def _pairs(given: Any) -> Any:
@@ -52,9 +61,7 @@ class Stage(Section):
     steps: int | None = Field(default=None, gt=0, description="Optimizer steps of the stage.")
     tokens: int | None = Field(default=None, gt=0, description="Tokens of the whole stage.")
     batch_tokens: int | None = Field(default=None, gt=0, description="Tokens of one optimizer step.")
-    rope: Annotated[InstanceOf[Rope], BeforeValidator(_rope)] = Field(
-        default=Default(), description="Theta, or a table of Hugging Face's rope_parameters."
-    )
+    rope: AnyRope = Field(default=Default(), description="Theta, or a table of Hugging Face's rope_parameters.")
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Learning rate after warm-up.")
     warmup_steps: int = Field(
         default=0, ge=0, description="Steps of linear warm-up from 0 at the beginning of the stage; needs `lr`."
@@ -125,6 +132,10 @@ class Stage(Section):
             raise ValueError(
                 f"warmup_steps must be at most the stage's steps; got {self.warmup_steps} of {self.step_count}."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _warm_up_has_a_rate(self) -> Self:
         if self.warmup_steps and self.lr is None:
             raise ValueError(f"warmup_steps must be 0 without lr; got {self.warmup_steps}. It would have no effect.")
         return self
@@ -224,8 +235,7 @@ def _lines(stage: Stage) -> str:
     values = {name: getattr(stage, name) for name in Stage.model_fields if name in stage.model_fields_set}
     given = {name: value for name, value in values.items() if value is not None}
     if "rope" in given:
-        rope = given["rope"]
-        given["rope"] = rope.theta if rope == Default(theta=rope.theta) else rope.to_parameters()
+        given["rope"] = _plain(given["rope"])
     if "mesh" in given:
         given["mesh"] = dict(given["mesh"])
     return "".join(f"{name} = {_toml(value)}\n" for name, value in given.items())

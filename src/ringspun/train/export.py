@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ringspun.errors import CheckpointError
-from ringspun.train.checkpointing import Checkpoint, latest, save_model
+from ringspun.train.checkpointing import Checkpoint, latest
+from ringspun.train.init import tokenizer_files
 from ringspun.train.output import CHECKPOINTS
+from ringspun.train.saved_model import save_beside, save_model
 from ringspun.train.shards import cast_as_stored, read_shards
 
 
@@ -46,6 +48,7 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
             shutil.copytree(checkpoint.model_path, partial)
         else:
             save_model(_model_of(checkpoint, checkpoint.shards), partial)
+            save_beside(partial, tokenizer_files(checkpoint.model_path))
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +26,17 @@ from ringspun.errors import ConfigError, LaunchError, PeerError, RingBroken, Rin
 from ringspun.steplog import FOLDER_VARIABLE, dump_on_signal
 from ringspun.train.checkpointing import tidy
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import Corpus
-from ringspun.train.loop import Hooks, Run, find_checkpoint, train
+from ringspun.train.data import TrainingData
+from ringspun.train.loop import Hooks, Run, train_stages
 from ringspun.train.mesh import Mesh
 from ringspun.train.meshes import JobMesh, check_sizes, make_mesh
 from ringspun.train.model import route_of
 from ringspun.train.output import CHECKPOINTS, claimed
+from ringspun.train.recipe import Recipe
+from ringspun.train.resume import find_checkpoint
 from ringspun.train.run_page import drawn_on_failure
+from ringspun.train.stages import Leg
+from ringspun.train.vocabulary import model_vocabulary
 
 _TIMEOUT_S = 600
 _CAUSE_FIRST_S = 2.0
@@ -44,17 +49,19 @@ class Job:
 
     Args:
         config: the run; its `processes` are started.
-        corpus: the files, found and checked already.
+        corpus: what it trains on, found and checked already.
         fresh: move an old output folder aside instead of going on from its last checkpoint.
         prove: compare the ring with one process at the end.
         hooks: see `ringspun.train.loop.Hooks`; functions of a module, so that they can travel.
+        recipe: likewise; None: what the config names, read by each rank.
     """
 
     config: TrainConfig
-    corpus: Corpus
+    corpus: TrainingData
     fresh: bool = False
     prove: bool = False
     hooks: Hooks = field(default_factory=Hooks)
+    recipe: Recipe | None = None
 
 
 def launch(job: Job) -> None:
@@ -64,6 +71,7 @@ def launch(job: Job) -> None:
         RingspunError: what is wrong with the job, found before any rank starts.
         LaunchError: a rank failed; the message is that rank's own.
     """
+    check(job)
     # Read by the profiler's library at its first use; the started ranks inherit it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if _joined():
@@ -79,6 +87,22 @@ def launch(job: Job) -> None:
         else:
             with drawn_on_failure(job.config.output):
                 start_ranks(job.config.processes, work, job, logs=job.config.output)
+
+
+def check(job: Job) -> None:
+    """Looks at what a job names before any rank starts: its recipe, its checkpoint, what it is to evaluate on.
+
+    Raises:
+        ConfigError: what is wrong.
+    """
+    config = job.config
+    recipe = Recipe.of(config) if job.recipe is None else job.recipe
+    if job.prove and (config.model is None or config.recipe is not None):
+        raise ConfigError("prove must be of a run without init and recipe. Leave it out.")
+    model_vocabulary(config)
+    if config.evaluate is not None and job.corpus.held_out(seq_len=config.seq_len, seed=config.seed) is None:
+        also = "; a recipe's own evaluate needs no [evaluate]" if recipe.evaluate is not None else ""
+        raise ConfigError(f"[evaluate] must have documents that are not trained on; got none. Set data.held_out{also}.")
 
 
 def work(job: Job) -> None:
@@ -111,26 +135,31 @@ def _mesh() -> Mesh:
 
 
 def _train(job: Job, mesh: Mesh) -> None:
-    from ringspun.torch import ContextParallel
     from ringspun.train.proof import prove
 
     torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    devices = _devices(job.config)
-    context = ContextParallel(
-        mesh.group if devices is None else devices.context,
-        layout=parse_layout(job.config.layout),
-        route=route_of(job.config),
-        timeout_s=_TIMEOUT_S,
-    )
-    run = Run(job.config, job.corpus, context, mesh, devices, job.hooks)
-    state = train(run)
+    recipe = Recipe.of(job.config) if job.recipe is None else job.recipe
+    run, state = train_stages(job.config, job.corpus, mesh, partial(_run, job, mesh, recipe))
     if job.prove:
         prove(run, state)
 
 
-def _devices(config: TrainConfig) -> JobMesh | None:
-    if not config.needs_mesh:
-        return None
+def _run(job: Job, mesh: Mesh, recipe: Recipe, leg: Leg) -> Run:
+    """One stage, with the mesh and the ring that it has to itself. Collective."""
+    from ringspun.torch import ContextParallel
+
+    config = leg.config
+    devices = _devices(config) if job.config.needs_mesh else None
+    context = ContextParallel(
+        mesh.group if devices is None else devices.context,
+        layout=parse_layout(config.layout),
+        route=route_of(config),
+        timeout_s=_TIMEOUT_S,
+    )
+    return Run(config, job.corpus, context, mesh, devices, job.hooks, recipe, job.config, leg.number)
+
+
+def _devices(config: TrainConfig) -> JobMesh:
     return make_mesh(
         dp_replicate=config.dp_replicate,
         dp_shard=config.dp_shard,
@@ -144,7 +173,7 @@ def _joined() -> bool:
 
 
 def _check_world(job: Job) -> None:
-    world, config = int(os.environ["WORLD_SIZE"]), job.config
+    world, config = int(os.environ["WORLD_SIZE"]), job.config.legs[0].config
     if config.data_size > 1:
         sizes = {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard, "ranks": config.ranks}
         check_sizes(sizes, world)

@@ -1,51 +1,51 @@
-"""The training loop: each sequence shared by the ranks of a ring, those of a step by the copies of that ring."""
+"""The training loop: each sequence shared by the ranks of a ring, those of a step by the copies of that ring; stage
+after stage."""
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ringspun.core.wire import Format
-from ringspun.errors import CheckpointError
+from ringspun.errors import CheckpointError, ConfigError
 from ringspun.pictures import Scene
 from ringspun.torch.memory import peak_memory
 from ringspun.train import checkpointing
 from ringspun.train.checkpointing import Checkpoint
 from ringspun.train.config import TrainConfig
-from ringspun.train.contents import differences, manifest
-from ringspun.train.data import ByteStream, Corpus, PackedSequence, Position
+from ringspun.train.contents import manifest
+from ringspun.train.data import PackedSequence, Position, Sequences, TrainingData
+from ringspun.train.faults import Why
 from ringspun.train.gradient import FlatGradient, Gradient, WrappedGradient
 from ringspun.train.gradients import gradient_scale
+from ringspun.train.held_out import evaluate
 from ringspun.train.mean import TokenMean
 from ringspun.train.mesh import Mesh, check_step
 from ringspun.train.meshes import JobMesh
 from ringspun.train.meter import StepMeter
-from ringspun.train.model import Shard, SharedLoss, build_model
+from ringspun.train.model import NOTHING, Shard, attention_shape, build_loss, is_transformers
+from ringspun.train.optimizer import build_optimizer, set_rate
 from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
+from ringspun.train.packed_data import PackedSequences
+from ringspun.train.recipe import Recipe
 from ringspun.train.report import Report, StepRecord
-from ringspun.train.sharded import save_sharded
+from ringspun.train.resume import find_checkpoint, leg_at
+from ringspun.train.saving import is_checkpoint, save_run
 from ringspun.train.sharding import SHARDED
-from ringspun.train.shards import Whole, is_cut
-from ringspun.train.wrapping import wrap
+from ringspun.train.stages import Leg, learning_rate, told
+from ringspun.train.wrapping import split_layers, wrap
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel
-
-# A resumed run may change these; everything else must be as it was.
-_MAY_CHANGE = {
-    *("ranks", "ulysses", "dp_replicate", "dp_shard", "shard", "layout"),
-    *("checkpointing", "kept_hops", "feed_forward_block", "loss_chunk"),
-    *("steps", "warmup_steps", "checkpoint_every", "keep_checkpoints", "checkpoints", "output", "peak_flops"),
-}
 
 
 @dataclass(frozen=True)
@@ -69,134 +69,168 @@ class TrainState:
     loss: nn.Module  # of a `Shard`: the share of it; what DDP or FSDP2 wraps
     optimizer: Optimizer
     gradient: Gradient
-    position: Position = field(default_factory=Position)
+    position: Position = field(default_factory=dict)
     step: int = 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run on this rank: what to do, on what, with whom."""
+    """One stage of a run on this rank: what to do, on what, with whom."""
 
-    config: TrainConfig
-    corpus: Corpus
+    config: TrainConfig  # what holds in the stage
+    corpus: TrainingData
     context: ContextParallel
     mesh: Mesh = field(default_factory=Mesh)  # all ranks of the job
     devices: JobMesh | None = None  # the same as a mesh; None: one ring
     hooks: Hooks = field(default_factory=Hooks)
+    recipe: Recipe = NOTHING
+    whole: TrainConfig | None = None  # of all stages; None: there is one, this
+    number: int = 0  # of the stage, from 0
+
+    @cached_property
+    def legs(self) -> tuple[Leg, ...]:
+        """All stages of the run."""
+        return (self.whole or self.config).legs
+
+    @property
+    def stage(self) -> Leg:
+        """This one."""
+        return self.legs[self.number]
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.config.output / CHECKPOINTS
 
-    @property
-    def stream(self) -> ByteStream:
-        """The sequences of this run."""
-        return ByteStream(self.corpus, seq_len=self.config.seq_len, seed=self.config.seed)
+    @cached_property
+    def stream(self) -> Sequences:
+        """The sequences of this stage."""
+        if self.recipe.sequences is not None:
+            return self.recipe.sequences(self.config, self.stage)
+        return self.corpus.sequences(seq_len=self.config.seq_len, seed=self.config.seed)
+
+    def held_out(self, seq_len: int) -> Sequences:
+        """Sequences of what is not trained on.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        found = self.corpus.held_out(seq_len=seq_len, seed=self.config.seed)
+        if found is None:
+            raise ConfigError("[evaluate] must have sequences that are not trained on. Set data.held_out.")
+        return found
 
 
 def train(run: Run, *, warn: Callable[[str], None] = print) -> TrainState:
-    """Trains to the config's last step, from the newest whole checkpoint if there is one.
+    """Trains a run of one stage; see `train_stages`."""
+    return train_stages(run.config, run.corpus, run.mesh, lambda _: run, warn=warn)[1]
+
+
+def train_stages(
+    config: TrainConfig,
+    corpus: TrainingData,
+    ranks: Mesh,
+    run_of: Callable[[Leg], Run],
+    *,
+    warn: Callable[[str], None] = print,
+) -> tuple[Run, TrainState]:
+    """Trains to the last step of the last stage, from the newest whole checkpoint if there is one.
+
+    Each stage, like a run that goes on, begins with the checkpoint that the one before wrote at its end: so a run that
+    was ended anywhere and started again is the run that was not, bit for bit on the same mesh.
 
     Args:
-        run: the run; its output folder gets checkpoints, log, TensorBoard scalars and the loss curve.
+        config: all stages; its output folder gets checkpoints, log, TensorBoard scalars and the loss curve.
+        corpus: what is trained on. ranks: of the job. run_of: one stage's run on this rank. Collective.
         warn: told of damaged checkpoints that are skipped.
 
     Returns:
-        The state after the last step.
+        The last stage, and the state after the last step.
 
     Raises:
-        NonFiniteError: on all ranks alike, when the loss or a gradient of any rank has a NaN or Inf. The last
-            checkpoint stays.
+        NonFiniteError: on all ranks alike, when the loss or a gradient of any rank has a NaN or Inf; with the first
+            module or parameter that has. The last checkpoint stays.
         CheckpointError: the checkpoints are all damaged, belong to another run or other data, or cannot be
             written.
         ConfigError: the output's files cannot be written at the start.
         DataError: a file changed, or ranks read different tokens.
     """
-    state = _begin(run, warn if run.mesh.rank == 0 else _silent)
-    with _reporting(run, state.step) as report:
-        _train(run, state, report)
-    return state
+    warn = _silent if ranks.rank else warn
+    found = _found(config, corpus, ranks, warn)
+    first = leg_at(config.legs, found.step if found else 0)
+    with ExitStack() as stack:
+        run = run_of(first)
+        if found is not None and found.state.get("recipe", "") != run.recipe.digest:
+            warn(f"recipe is not what it was when {found.path} was written; the run goes on with it as it is now")
+        state = _restored(run, found)
+        report = stack.enter_context(_reporting(run, state.step))
+        train_stage(run, state, report)
+        for leg in config.legs[first.number + 1 :]:
+            del state  # two at once may be too much
+            ranks.gather([0.0])  # until rank 0 has written
+            run = run_of(leg)
+            state = _restored(run, _found(config, corpus, ranks, warn))
+            train_stage(run, state, report)
+        if report is not None and isinstance(run.stream, PackedSequences):
+            report.say(run.stream.told(state.position))
+    return run, state
 
 
-def find_checkpoint(config: TrainConfig, corpus: Corpus, *, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that a run of this config and data goes on from, or None for a new run.
-
-    Raises:
-        CheckpointError: naming the setting in which the checkpoint's run was another, or the data files.
-    """
-    found = checkpointing.latest(
-        config.output / CHECKPOINTS, warn=warn, needs={"data": str, "config": dict, "position": dict}
-    )
-    if found is None:
-        return None
-    if found.state["data"] != corpus.digest:
-        raise CheckpointError(
-            f"data must be as when {found.path} was written; "
-            f"{differences(config.output / DATA_MANIFEST, corpus.files)}. "
-            "Give the same data, or start anew with --fresh."
-        )
-    before, now = found.state["config"], config.model_dump(mode="json")
-    for name in now.keys() - _MAY_CHANGE:
-        if before.get(name, _default(name)) != now[name]:
-            raise CheckpointError(
-                f"{name} must be as when {found.path} was written, {before.get(name)!r}; "
-                f"got {now[name]!r}. "
-                "Restore it, give another output, or start anew with --fresh."
-            )
-    if found.step > config.steps:
-        raise CheckpointError(
-            f"steps must be at least the {found.step} that the run in {config.output} already has; got {config.steps}. "
-            "Raise it, give another output, or start anew with --fresh."
-        )
+def _found(config: TrainConfig, corpus: TrainingData, ranks: Mesh, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint that all ranks go on from. Collective."""
+    found = find_checkpoint(config, corpus, warn=warn)
+    steps = [int(row[0]) for row in ranks.gather([found.step if found else 0])]
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"all ranks must see the same checkpoint; they found those of steps {steps}.")
     return found
 
 
-def _default(name: str) -> Any:
-    """What a setting was before there was one."""
-    return TrainConfig.model_fields[name].default
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of step 1, 2, ...: linear warm-up, then a cosine from `lr` down to `final_lr`."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
-    return config.final_lr + (config.lr - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def _begin(run: Run, warn: Callable[[str], None]) -> TrainState:
+    return _restored(run, _found(run.whole or run.config, run.corpus, run.mesh, _silent if run.mesh.rank else warn))
+
+
+def _restored(run: Run, found: Checkpoint | None) -> TrainState:
+    """The state that a checkpoint holds, or a new one. Collective."""
     state = _new_state(run)
-    model = state.model
-    found = find_checkpoint(run.config, run.corpus, warn=warn)
-    steps = [int(row[0]) for row in run.mesh.gather([found.step if found else 0])]
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"all ranks must see the same checkpoint; they found those of steps {steps}.")
     if found is not None:
-        checkpointing.restore(found, model=model, optimizer=state.optimizer)
-        state.step, state.position = found.step, Position.from_dict(found.state["position"])
+        checkpointing.restore(found, model=state.model, optimizer=state.optimizer)
+        state.step, state.position = found.step, found.state["position"]
     if run.mesh.rank == 0:
         write_whole(run.config.output / DATA_MANIFEST, manifest(run.corpus.files))
     return state
 
 
 def _new_state(run: Run) -> TrainState:
-    model, config = build_model(run.config), run.config
-    loss: nn.Module = SharedLoss(model, chunk_tokens=run.config.loss_chunk)
+    config = run.config
+    model, loss = build_loss(config, run.recipe)
     if run.devices is None or config.shard == "none":
-        return TrainState(model, loss, _optimizer(model, config), FlatGradient(model))
-    loss = wrap(loss, run.devices, shard=config.shard, bfloat16=config.shard in SHARDED and config.dtype == "bfloat16")
+        return TrainState(model, loss, build_optimizer(model, config, run.recipe), FlatGradient(model))
+    layers = None if run.recipe.build_model is None or is_transformers(model) else split_layers(model)
+    narrow = config.shard in SHARDED and config.dtype == "bfloat16"
+    loss = wrap(loss, run.devices, shard=config.shard, bfloat16=narrow, layers=layers)
     scale = gradient_scale(loss, TokenMean(run.context, data=run.devices.data))
-    return TrainState(model, loss, _optimizer(model, config), WrappedGradient(loss, scale))
+    return TrainState(model, loss, build_optimizer(model, config, run.recipe), WrappedGradient(loss, scale))
 
 
-def _optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+def train_stage(run: Run, state: TrainState, report: Report | None) -> None:
+    """Trains to the end of the run's stage, and evaluates: with its rotations before its first step, unless the weights
+    are random yet, and after its last one."""
+    stage = run.stage
+    if report is not None and len(run.legs) > 1:
+        report.stage(
+            stage.number, seq_len=stage.seq_len, first_step=stage.first_step + 1, steps=stage.steps, text=told(stage)
+        )
+    if state.step == stage.first_step and (stage.number or run.config.init is not None):
+        _evaluate(run, state, report, run.legs[max(0, stage.number - 1)].seq_len)
+    _train(run, state, report)
+
+
+def _evaluate(run: Run, state: TrainState, report: Report | None, other: int) -> None:
+    """At the first length, this stage's, and that of the stage before or after it. Collective."""
+    lengths = sorted({run.legs[0].seq_len, run.stage.seq_len, other})
+    values = evaluate(run, state, lengths, partial(share_of, run, state))
+    if report is not None and values:
+        report.evaluation(state.step, run.stage.number, values)
 
 
 def _train(run: Run, state: TrainState, report: Report | None) -> None:
@@ -220,20 +254,24 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
                     state.step,
                     loss,
                     norm,
-                    learning_rate(config, state.step),
+                    learning_rate(config, state.step, first_step=run.stage.first_step),
                     documents=sum(len(packed.documents.lengths) for packed in batch),
                     documents_cut=sum(packed.documents_cut for packed in batch),
                     peak_bytes=peaks,
+                    stage=run.stage.number,
                     **measured,
                 )
             )
-            if state.step == 1:  # behind its clock
-                report.sequence(_scene(run, batch[0]))
-        if _is_checkpoint(config, state.step):
-            _save(run, state)
+            if state.step == run.stage.first_step + 1:  # behind its clock
+                report.sequence(_scene(run, state.model, batch[0]))
+        if state.step == config.steps:  # before its checkpoint: a run that goes on from there must not do without
+            other = run.legs[run.number - 1 if run.stage.is_last else run.number + 1]
+            _evaluate(run, state, report, other.seq_len)
+        if is_checkpoint(run, state.step):
+            save_run(run, state)
 
 
-def _next_batch(stream: ByteStream, position: Position, sequences: int) -> list[PackedSequence]:
+def _next_batch(stream: Sequences, position: Position, sequences: int) -> list[PackedSequence]:
     """The sequences of one step, the same on all ranks."""
     batch = [stream.at(position)]
     while len(batch) < sequences:
@@ -241,11 +279,11 @@ def _next_batch(stream: ByteStream, position: Position, sequences: int) -> list[
     return batch
 
 
-def _scene(run: Run, packed: PackedSequence) -> Scene:
+def _scene(run: Run, model: nn.Module, packed: PackedSequence) -> Scene:
     """How one sequence is shared out, for pictures; of heads that are split, one ring."""
-    ring, model, narrow = run.context.geometry, run.config.model, run.config.dtype == "bfloat16"
-    heads, kv_heads = (max(1, n // run.config.ulysses) for n in (model.heads, model.kv_heads or model.heads))
-    wire = Format(1, heads, kv_heads, model.head_size, model.head_size, run.config.dtype, 2 if narrow else 4, 4)
+    ring, narrow, shape = run.context.geometry, run.config.dtype == "bfloat16", attention_shape(model)
+    heads, kv_heads = (max(1, n // run.config.ulysses) for n in (shape.heads, shape.kv_heads))
+    wire = Format(1, heads, kv_heads, shape.head_size, shape.head_size, run.config.dtype, 2 if narrow else 4, 4)
     return Scene.of(
         len(packed.ids), ring.ring_size, None, ring.layout, ring.route, documents=packed.documents, wire=wire,
         backward=run.context.backward,
@@ -261,7 +299,8 @@ def _step(run: Run, state: TrainState, batch: list[PackedSequence]) -> tuple[flo
         run.hooks.after_backward(number, state.model)
     digest = 0
     for packed in batch:
-        digest = zlib.crc32(packed.ids.tobytes(), digest)
+        for values in packed.arrays.values():
+            digest = zlib.crc32(values.tobytes(), digest)
     loss = check_step(
         run.mesh,
         step=number,
@@ -269,28 +308,44 @@ def _step(run: Run, state: TrainState, batch: list[PackedSequence]) -> tuple[flo
         finite=gradient.finite(),
         data_digest=digest,
         summed=gradient.summed_in_backward,
+        why=Why(state.model, run.mesh, lambda: _forward(run, state, batch)),
     )
     gradient.sum(run.mesh)
     norm = gradient.clip(run.config.clip_norm, step=number)
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(run.config, number)
+    set_rate(state.optimizer, learning_rate(run.config, number, first_step=run.stage.first_step))
     state.optimizer.step()
     return loss, norm
 
 
 def _backward(run: Run, state: TrainState, batch: list[PackedSequence]) -> float:
     """Gradients of this rank's sequences; its share of the loss, a mean over the targets of the whole batch."""
-    total = sum(len(packed.ids) - len(packed.documents.lengths) for packed in batch)  # a document's last has none
-    mine, loss = batch if run.devices is None else batch[run.devices.data_rank :: run.devices.data_size], 0.0
+    total = sum(packed.targets for packed in batch)  # known without a message: every rank has read them all
+    mine, loss = _mine(run, batch), 0.0
     for packed in mine:
         last = packed is mine[-1]
-        shard = replace(Shard.of(packed, run.context), total_targets=total)
         with state.gradient.during(last=last):
-            with _autocast(run.config):
-                share = state.loss(shard)
+            share = share_of(run, state, packed, total)
             state.gradient.backward(share, last=last)
         loss += float(share.detach())
     return loss
+
+
+def _forward(run: Run, state: TrainState, batch: list[PackedSequence]) -> None:
+    """Runs this rank's sequences once more."""
+    for packed in _mine(run, batch):
+        share_of(run, state, packed, sum(packed.targets for packed in batch))
+
+
+def _mine(run: Run, batch: list[PackedSequence]) -> list[PackedSequence]:
+    """Of the sequences of a step, those of this rank's ring."""
+    return batch if run.devices is None else batch[run.devices.data_rank :: run.devices.data_size]
+
+
+def share_of(run: Run, state: TrainState, packed: PackedSequence, total: float) -> Tensor:
+    """This rank's share of the loss of one sequence, a mean over `total` targets. Collective."""
+    shard = replace(Shard.of(packed, run.context), total_targets=total)
+    with _autocast(run.config):
+        return state.loss(shard)  # type: ignore[no-any-return]
 
 
 def _autocast(config: TrainConfig) -> Any:
@@ -298,44 +353,18 @@ def _autocast(config: TrainConfig) -> Any:
     return torch.autocast("cpu", torch.bfloat16) if by_autocast else nullcontext()
 
 
-def _is_checkpoint(config: TrainConfig, step: int) -> bool:
-    return step == config.steps or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
-
-
-def _save(run: Run, state: TrainState) -> None:
-    """Collective."""
-    values: dict[str, Any] = {
-        "step": state.step,
-        "model": state.model,
-        "optimizer": state.optimizer,
-        "state": {
-            "position": state.position.as_dict(),
-            "data": run.corpus.digest,
-            "config": run.config.model_dump(mode="json"),
-        },
-        "keep": run.config.keep_checkpoints,
-        "before_publish": run.hooks.before_publish,
-    }
-    if run.config.checkpoints == "sharded":
-        save_sharded(run.checkpoints, ranks=run.mesh, **values)
-        return
-    first = run.mesh.rank == 0
-    whole = Whole.of(state.model, state.optimizer, keep=first) if is_cut(state.model) else None
-    if first:
-        checkpointing.save(run.checkpoints, whole=whole, **values)
-
-
 @contextmanager
 def _reporting(run: Run, done: int) -> Iterator[Report | None]:
     if run.mesh.rank:
         yield None
         return
-    config = run.config
-    with Report(config.output, steps=config.steps, done=done, config=config.model_dump(mode="json")) as report:
-        if done == run.config.steps:
+    steps, config = run.legs[-1].last_step, run.whole or run.config
+    plain = config.model_dump(mode="json")
+    with Report(config.output, steps=steps, done=done, stages=len(run.legs), config=plain) as report:
+        if done == steps:
             report.say(f"the run already has its {done} steps; raise steps to go on")
         elif done:
-            report.say(f"going on after step {done} of {run.config.steps}")
+            report.say(f"going on after step {done} of {steps}")
         yield report
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,28 @@ def flat_gradient(model: nn.Module) -> Tensor:
     return flat
 
 
-def check_step(mesh: Mesh, *, step: int, loss: float, finite: bool, data_digest: int, summed: bool = False) -> float:
+class Cause(Protocol):
+    """Says in words where a NaN or Inf of a step came from. Collective: all ranks ask, and the same."""
+
+    def loss(self) -> str:
+        """Of the loss."""
+        ...
+
+    def gradient(self, rank: int) -> str:
+        """Of the gradient that `rank` holds."""
+        ...
+
+
+def check_step(
+    mesh: Mesh,
+    *,
+    step: int,
+    loss: float,
+    finite: bool,
+    data_digest: int,
+    summed: bool = False,
+    why: Cause | None = None,
+) -> float:
     """Looks at one step of every rank before the optimizer takes it; all ranks see the same and decide alike.
 
     Args:
@@ -82,6 +104,7 @@ def check_step(mesh: Mesh, *, step: int, loss: float, finite: bool, data_digest:
         finite: whether what this rank holds of the gradient has no NaN and no Inf.
         data_digest: digest of the tokens that this rank read.
         summed: what is held is the ranks' sum, which does not tell whose share was wrong.
+        why: asked only once something is wrong.
 
     Returns:
         The loss of the whole sequence.
@@ -93,11 +116,13 @@ def check_step(mesh: Mesh, *, step: int, loss: float, finite: bool, data_digest:
     rows = mesh.gather([loss, float(finite), float(data_digest)])
     for rank, (share, _, _) in enumerate(rows):
         if not math.isfinite(share):
-            raise _not_finite(step, f"on rank {rank} the loss is {share}")
+            cause = "" if why is None else f"; {why.loss()}"
+            raise _not_finite(step, f"on rank {rank} the loss is {share}{cause}")
     for rank, (_, whole, _) in enumerate(rows):
         if not whole:
             place = "summed over the ranks" if summed else f"on rank {rank}"
-            raise _not_finite(step, f"{place} the gradient has a NaN or Inf")
+            cause = "" if why is None else f", {why.gradient(rank)}"
+            raise _not_finite(step, f"{place} the gradient has a NaN or Inf{cause}")
     different = [rank for rank, row in enumerate(rows) if row[2] != rows[0][2]]
     if different:
         raise DataError(

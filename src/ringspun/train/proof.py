@@ -172,15 +172,25 @@ def _plain_attention(
 
 def _plain_loss(model: nn.Module, packed: PackedSequence) -> Tensor:
     """The mean loss over all targets; shift and positions are made here, not by the ring's partition."""
-    lengths = list(packed.documents.lengths)
-    ids = torch.from_numpy(packed.ids)
-    targets = torch.cat([ids[1:], ids.new_full((1,), IGNORED)])
-    targets[torch.tensor(lengths).cumsum(0) - 1] = IGNORED
+    lengths = _runs(packed)
+    of = {name: torch.from_numpy(values) for name, values in packed.arrays.items()}
+    ids, ends = of["input_ids"], torch.tensor(lengths).cumsum(0) - 1
+    targets, weights = of["labels"].roll(-1), of.get("loss_weights", torch.ones(len(ids))).roll(-1)
+    targets[ends] = IGNORED
+    targets[sum(packed.documents.lengths) :] = IGNORED
     positions = torch.cat([torch.arange(length) for length in lengths])
     logits = cast(Any, model)(
         input_ids=ids[None], position_ids=positions[None], use_cache=False, document_lengths=lengths
     ).logits
-    return token_loss(logits, targets[None], total_targets=int((targets != IGNORED).sum()))
+    total = float(weights[targets != IGNORED].sum(dtype=torch.float64))
+    return token_loss(logits, targets[None], total_targets=total, weights=weights[None])
+
+
+def _runs(packed: PackedSequence) -> list[int]:
+    """Lengths of documents, and of the padding behind them as of one more."""
+    lengths = list(packed.documents.lengths)
+    padding = len(packed.ids) - sum(lengths)
+    return [*lengths, padding] if padding else lengths
 
 
 def _ring_attention_bytes(run: Run, packed: PackedSequence) -> int:
@@ -198,6 +208,7 @@ def _one_process_attention_bytes(config: TrainConfig) -> int:
 def _attention_bytes(config: TrainConfig, tokens: int, attention: Callable[..., Tensor]) -> int:
     """Peak of one layer's attention over `tokens` rows, forward and backward, with inputs and gradients."""
     shape = config.model
+    assert shape is not None  # a model from elsewhere is refused before any rank starts
     heads = (shape.heads, shape.kv_heads or shape.heads, shape.kv_heads or shape.heads)
     with peak_memory() as peak:
         q, k, v = (torch.ones(1, n, tokens, shape.head_size, requires_grad=True) for n in heads)

@@ -72,6 +72,7 @@ class Encoder:
             `loss_weights` may be declared too: every batch then has them, 1 where a row has none.
         template: more arguments of the tokenizer's `apply_chat_template` (`tools`, `chat_template`, ...), none that
             cuts (`truncation`, `max_length`) or says what it returns.
+        vocab_size: how many token numbers the model knows; others are then refused.
     Raises:
         DataError: a field's name that is taken, an argument of the template that is refused.
     """
@@ -81,6 +82,7 @@ class Encoder:
     end: int | Literal["eos"] | None = "eos"
     fields: Mapping[str, float] = field(default_factory=dict)
     template: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         taken = [name for name in self.fields if name in _MADE_HERE + _MADE_LATER and name != LOSS_WEIGHTS]
@@ -109,16 +111,9 @@ class Encoder:
         """
         if isinstance(row, Sample):
             return row
-        if isinstance(row, str):
-            return self._separated(self._tokens(row))
         if isinstance(row, Mapping):
             return self._of_mapping(row)
-        if _is_sequence(row):
-            return self._separated(_integers(INPUT_IDS, row))
-        raise DataError(
-            f"documents must be strings, lists of tokens or dicts; got {type(row).__name__}. "
-            f"A dict has {TEXT!r}, {MESSAGES!r} or {INPUT_IDS!r}."
-        )
+        return self._separated(self._tokens(row) if kind_of(row) == TEXT else _integers(INPUT_IDS, row))
 
     def named(self, row: Any, where: str) -> Sample:
         """The sample of one row, whose name, such as ``document 3 (a.jsonl, line 4)``, begins its errors.
@@ -127,11 +122,21 @@ class Encoder:
             DataError: as where it is called; also for what numpy or the tokenizer cannot read.
         """
         try:
-            return self(row)
+            return self._known(self(row))
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
         except (TypeError, ValueError, OverflowError) as problem:
             raise DataError(f"{where}: it must be readable; {type(problem).__name__}: {problem}") from problem
+
+    def _known(self, sample: Sample) -> Sample:
+        tokens = sample.fields[INPUT_IDS]
+        odd = tokens[(tokens < 0) | (tokens >= self.vocab_size)] if self.vocab_size is not None else tokens[:0]
+        if len(odd):
+            raise DataError(
+                f"{INPUT_IDS} must be at least 0 and below the model's {self.vocab_size}; got {odd[0]}. Give the "
+                "tokenizer's model, or a larger vocab_size."
+            )
+        return sample
 
     def _tokens(self, text: str) -> NDArray[np.int64]:
         if self.tokenizer is None:
@@ -146,20 +151,13 @@ class Encoder:
         return Sample({INPUT_IDS: tokens, LABELS: tokens})
 
     def _of_mapping(self, row: Mapping[str, Any]) -> Sample:
-        kinds = [key for key in (INPUT_IDS, MESSAGES, TEXT) if row.get(key) is not None]
-        if len(kinds) != 1:
-            raise DataError(
-                f"a row must have exactly one of {INPUT_IDS!r}, {MESSAGES!r} and {TEXT!r}; got {sorted(row)}. "
-                "Rename or remove columns."
-            )
+        kind = kind_of(row)
         for name in (LABELS, LOSS_WEIGHTS, *self.fields):
-            if kinds != [INPUT_IDS] and _is_sequence(row.get(name)):
-                raise DataError(
-                    f"{name} must come with input_ids, whose tokens they are of; got {kinds[0]}. Leave it out."
-                )
-        if kinds == [TEXT]:
+            if kind != INPUT_IDS and _is_sequence(row.get(name)):
+                raise DataError(f"{name} must come with input_ids, whose tokens they are of; got {kind}. Leave it out.")
+        if kind == TEXT:
             return self(row[TEXT]) if isinstance(row[TEXT], str) else _refuse_text(row[TEXT])
-        if kinds == [MESSAGES]:
+        if kind == MESSAGES:
             tokens, learnt = conversation(self.tokenizer, row[MESSAGES], **self.template)
             return Sample({INPUT_IDS: tokens, LABELS: np.where(learnt, tokens, IGNORED)}, whole=True)
         return self._of_tokens(row)
@@ -185,6 +183,28 @@ class Encoder:
             raise DataError(f"every row must have the declared fields; got one without {missing[0]!r}.")
         _check_left_out(row, len(tokens))
         return Sample(made)
+
+
+def kind_of(row: Any) -> str:
+    """What a row is: `INPUT_IDS`, `MESSAGES` or `TEXT`.
+
+    Raises:
+        DataError: none of these, or several.
+    """
+    if isinstance(row, Mapping):
+        kinds = [key for key in (INPUT_IDS, MESSAGES, TEXT) if row.get(key) is not None]
+        if len(kinds) == 1:
+            return kinds[0]
+        raise DataError(
+            f"a row must have exactly one of {INPUT_IDS!r}, {MESSAGES!r} and {TEXT!r}; got {sorted(row)}. "
+            "Rename or remove columns."
+        )
+    if isinstance(row, str) or _is_sequence(row):
+        return TEXT if isinstance(row, str) else INPUT_IDS
+    raise DataError(
+        f"documents must be strings, lists of tokens or dicts; got {type(row).__name__}. "
+        f"A dict has {TEXT!r}, {MESSAGES!r} or {INPUT_IDS!r}."
+    )
 
 
 def _refuse_text(value: Any) -> Sample:

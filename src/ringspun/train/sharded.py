@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ringspun.errors import CheckpointError
 from ringspun.train.checkpointing import PARTIAL, publish, write_state
 from ringspun.train.manifests import SHARDS
 from ringspun.train.mesh import Mesh
+from ringspun.train.saved_model import save_beside
 from ringspun.train.shards import write_shards
 
 
@@ -25,6 +26,8 @@ def save_sharded(
     state: dict[str, Any],
     ranks: Mesh,
     keep: int = 2,
+    spare: Collection[int] = (),
+    beside: Collection[Path] = (),
     before_publish: Callable[[int], None] | None = None,
 ) -> Path:
     """`checkpointing.save` of a model that is cut over ranks, without gathering it. Collective.
@@ -33,8 +36,9 @@ def save_sharded(
     bit for bit. No rank sees it before all have written, and rank 0 has checked and renamed it.
 
     Args:
-        folder: on a file system that all ranks share. step, state, keep, before_publish: as for `checkpointing.save`;
-            `state` is rank 0's. model: bare, not in a `DistributedDataParallel`; FSDP2 cuts in place.
+        folder: on a file system that all ranks share. step, state, keep, spare, beside, before_publish: as for
+            `checkpointing.save`; `state` is rank 0's.
+        model: bare, not in a `DistributedDataParallel`; FSDP2 cuts in place.
         ranks: all ranks of the job.
     Raises:
         CheckpointError: on every rank: some rank cannot write. What was there before stays as it was.
@@ -49,9 +53,10 @@ def save_sharded(
         config = getattr(model, "config", None)
         if config is not None:
             config.save_pretrained(partial / "model")
+        save_beside(partial / "model", beside)
         write_state(partial, step, state)
 
-    _lead(ranks, write, lambda told: publish(folder, step, told, keep=keep, before_publish=before_publish))
+    _lead(ranks, write, lambda told: publish(folder, step, told, keep=keep, spare=spare, before_publish=before_publish))
     return place
 
 

@@ -17,7 +17,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ class Source(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
         """The row of one document, as an `Encoder` takes it: a string, tokens, or a dict."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """All rows, in order."""
+        return (self[index] for index in range(len(self)))
 
     @abstractmethod
     def digest(self) -> str:
@@ -140,7 +144,7 @@ class Rows(Source):
         return self._rows[index]
 
     def digest(self) -> str:
-        return _digest_of(self._rows)
+        return digest_of(self._rows)
 
 
 class DataSet(Source):
@@ -157,7 +161,7 @@ class DataSet(Source):
 
     def digest(self) -> str:
         some = np.unique(np.linspace(0, len(self) - 1, _LOOKED_AT).astype(np.int64)).tolist()
-        return _digest_of([len(self), *(self[i] for i in some)])
+        return digest_of([len(self), *(self[i] for i in some)])
 
 
 class TextFiles(Source):
@@ -191,35 +195,47 @@ class JsonLines(Source):
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._contents = tuple(map(read_text, self._paths))
-        lines = [
-            _lines(path, contents, number)
-            for number, (path, contents) in enumerate(zip(self._paths, self._contents, strict=True))
-        ]
+        lines = [_lines(path, number) for number, path in enumerate(self._paths)]
         self._lines = np.concatenate(lines)  # file, line, first byte, bytes
         if len(self._lines) == 0:
             raise DataError(f"data must hold at least one line; got none in {', '.join(map(str, self._paths))}.")
+
+    @property
+    def contents(self) -> tuple[Contents, ...]:
+        """What was in each file."""
+        return self._contents
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Any:
         file, line, start, count = self._lines[index].tolist()
-        path = self._paths[file]
-        text = read_again(path, self._contents[file], start=start, count=count)
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as problem:
-            raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
+        return _parsed(
+            read_again(self._paths[file], self._contents[file], start=start, count=count), self._paths[file], line
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """All rows, each file read once from its beginning to its end."""
+        for path in self._paths:
+            with path.open("rb") as file:
+                yield from (_parsed(text, path, line) for line, text in enumerate(file) if text.strip())
 
     def where(self, index: int) -> str:
         file, line, _, _ = self._lines[index].tolist()
         return f"document {index} ({self._paths[file]}, line {line + 1})"
 
     def digest(self) -> str:
-        return _digest_of([contents.sha256 for contents in self._contents])
+        return digest_of([contents.sha256 for contents in self._contents])
 
 
-def _lines(path: Path, contents: Contents, number: int) -> NDArray[np.int64]:
+def _parsed(text: bytes, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{path}: every line must be JSON; line {line + 1} is not: {problem}.") from None
+
+
+def _lines(path: Path, number: int) -> NDArray[np.int64]:
     """``[n, 4]`` of (number of the file, of the line, its first byte, its bytes), without blank lines."""
     rows, at = [], 0
     with path.open("rb") as file:
@@ -268,7 +284,7 @@ class Parquet(Source):
         return self._rows
 
     def digest(self) -> str:
-        return _digest_of(list(self._footers))
+        return digest_of(list(self._footers))
 
     def _read_group(self, path: Path, footer: bytes, group: int) -> Any:
         file = _parquet_file(path)
@@ -314,7 +330,8 @@ def _footer(path: Path) -> bytes:
         raise unreadable(path, problem) from None
 
 
-def _digest_of(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """A digest of plain data and arrays."""
     h = hashlib.blake2b(digest_size=16)
     _feed(h, value)
     return h.hexdigest()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -24,9 +23,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ringspun.core.host import is_integer
 from ringspun.errors import CheckpointError, DataError
 from ringspun.train.collate import Batch, Collator
-from ringspun.train.packing import Counts, Piece, Pool, cut, fit
+from ringspun.train.packing import Overflow, Piece, Pool, fit
 from ringspun.train.samples import Encoder, Sample
 from ringspun.train.sources import Source, open_source
+from ringspun.train.walk import Walk
 
 STATE, SEQUENCES = "state", "sequences"
 _AHEAD = 4  # sequences whose tokens wait in the pool, at least
@@ -41,37 +41,6 @@ def measure(source: Any, encoder: Encoder) -> NDArray[np.int64]:
     documents = open_source(source)
     samples = (encoder.named(documents[i], documents.where(i)) for i in range(len(documents)))
     return np.array([(len(sample), sample.whole) for sample in samples], np.int64).reshape(-1, 2)
-
-
-@dataclass
-class _Walk:
-    """Where the stream is: what `state_dict` tells."""
-
-    first_epoch: int = 0
-    epoch: int = 0
-    next: int = 0  # in the epoch's order
-    sequence: int = 0  # number of the next one
-    pool: Pool = field(default_factory=Pool)
-    counts: Counts = field(default_factory=Counts)
-
-    def as_dict(self) -> dict[str, Any]:
-        pool = [list(piece) for piece in self.pool]
-        return {
-            "first_epoch": self.first_epoch,
-            "epoch": self.epoch,
-            "next": self.next,
-            "sequence": self.sequence,
-            "pool": pool,
-            "counts": self.counts.as_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> _Walk:
-        first_epoch, epoch, after, sequence = (int(values[n]) for n in ("first_epoch", "epoch", "next", "sequence"))
-        walk = cls(first_epoch, epoch, after, sequence, counts=Counts.from_dict(values["counts"]))
-        for document, start, stop in values["pool"]:
-            walk.pool.add(Piece(document, start, stop))
-        return walk
 
 
 class PackedStream(IterableDataset[Batch]):
@@ -115,7 +84,7 @@ class PackedStream(IterableDataset[Batch]):
         self.collator, self.seed, self.shuffle, self.pool_documents = collator, seed, shuffle, pool_documents
         self.batch_size, self.data_rank, self.data_ranks = batch_size, data_rank, data_ranks
         self.epochs, self.last, self.lengths = epochs, last, lengths
-        self._start: dict[str, Any] = _Walk().as_dict()
+        self._start: dict[str, Any] = Walk().as_dict()
         self._after: dict[str, Any] | None = None
         self._moves, self._moves_everywhere = 0, torch.zeros((), dtype=torch.int64)
         self._moves_everywhere.share_memory_()  # type: ignore[no-untyped-call]
@@ -157,7 +126,9 @@ class PackedStream(IterableDataset[Batch]):
             )
         self._read_everywhere.fill_(self._moves)
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        reader = _Reader(self, _Walk.from_dict(self._start))
+        reader = _Reader(self, Walk.from_dict(self._start))
+        if self._start.get("of", self.identity())["seq_len"] != self.collator.seq_len:
+            reader.refit()
         for number in itertools.count():  # a loader takes one batch of each worker in turn
             batch = reader.next(wanted=number % workers == worker)
             if batch is None:
@@ -180,7 +151,7 @@ class PackedStream(IterableDataset[Batch]):
                     "Begin the loop with that epoch, of which nothing is read twice, or do not load the state."
                 )
             return
-        self._move(_Walk(epoch, epoch).as_dict(), loaded=False)
+        self._move(Walk(epoch, epoch).as_dict(), loaded=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is after the last batch that it yielded in this process: plain data.
@@ -202,8 +173,8 @@ class PackedStream(IterableDataset[Batch]):
         others than before.
 
         Args:
-            state: a batch's, or of `state_dict`. new_stage: allow another `seq_len`; documents that wait and are too
-                long for it are cut, dropped or refused as the collator says.
+            state: a batch's, or of `state_dict`. new_stage: allow another `seq_len`; pieces of one document that wait
+                are joined, and documents too long for it are cut, dropped or refused as the collator says.
         Raises:
             CheckpointError: the state is of other documents, of another seed, or of another way to pack.
         """
@@ -240,13 +211,12 @@ class PackedStream(IterableDataset[Batch]):
 class _Reader:
     """Walks the stream of sequences and reads the tokens of those that are wanted."""
 
-    def __init__(self, stream: PackedStream, walk: _Walk) -> None:
+    def __init__(self, stream: PackedStream, walk: Walk) -> None:
         self._stream, self._walk = stream, walk
         self._identity = stream.identity()
         self._samples: dict[int, Sample] = {}  # what is known of the pieces in the pool, by their number there
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
         self._kept_any = False  # of the epoch's documents
-        self._cut_to_stage()
 
     def next(self, *, wanted: bool) -> Batch | None:
         """This data rank's next batch, or an empty one if it is not wanted; None at the end."""
@@ -291,7 +261,7 @@ class _Reader:
 
     def _drop_what_fills_no_round(self, size: int) -> None:
         """Counts the rest while there is still a batch to tell of it."""
-        rest = _Walk.from_dict(self._walk.as_dict()).pool
+        rest = Walk.from_dict(self._walk.as_dict()).pool
         if all(rest.take_sequence(self._stream.collator.seq_len) for _ in range(size)):
             return
         for piece in self._walk.pool:
@@ -320,7 +290,10 @@ class _Reader:
         document = int(self._order[1][walk.next])
         tokens, conversation, sample = self._look(document)
         policy = collator.policy(conversation)
-        pieces = fit(document, tokens, seq_len=collator.seq_len, overflow=policy, counts=walk.counts)
+        try:
+            pieces = fit(document, tokens, seq_len=collator.seq_len, overflow=policy, counts=walk.counts)
+        except DataError as problem:
+            raise DataError(f"{self._stream.source.where(document)}: {problem}") from None
         for piece in pieces:
             self._put(piece, sample)
         self._kept_any |= bool(pieces)
@@ -371,14 +344,12 @@ class _Reader:
         for number, piece in {**waiting, **taken}.items():
             self._samples.setdefault(number, sample.cut(piece.start, piece.stop))
 
-    def _cut_to_stage(self) -> None:
-        """Cuts what waits and was cut for a longer sequence."""
-        collator, before = self._stream.collator, self._walk.pool
-        if all(piece.tokens <= collator.seq_len for piece in before):
-            return
-        self._walk.pool = Pool()
-        for piece in before:
-            _, conversation, sample = self._look(piece.document)
-            policy = collator.policy(conversation)
-            for part in cut(piece, seq_len=collator.seq_len, overflow=policy, counts=self._walk.counts):
-                self._put(part, sample)
+    def refit(self) -> None:
+        """Has what waits fit sequences of another length than before."""
+        collator = self._stream.collator
+
+        def look(document: int) -> tuple[int, Overflow]:
+            tokens, conversation, _ = self._look(document)
+            return tokens, collator.policy(conversation)
+
+        self._walk.refit(collator.seq_len, look)

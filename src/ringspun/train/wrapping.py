@@ -80,6 +80,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def split_layers(model: nn.Module) -> list[nn.Module]:
+    """`decoder_layers`, or none for a model that does not name any (`_no_split_modules`): it is gathered as a whole."""
+    named = any(getattr(module, "_no_split_modules", None) for module in model.modules())
+    return decoder_layers(model) if named else []
+
+
 def _check(mesh: JobMesh, shard: str, bfloat16: bool) -> None:
     check_sharding(shard, dp_replicate=mesh.whole.size(0), dp_shard=mesh.whole.size(1))
     if bfloat16 and shard not in SHARDED:
