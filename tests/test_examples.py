@@ -14,8 +14,8 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +23,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ringspun.cli.train import app
-from ringspun.train import loop
-
 from ringspun.testing.jobs import as_job
+from ringspun.train import loop
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 90
