@@ -71,6 +71,23 @@ def depth_bin(depth: float, depths: int) -> int:
     return min(int(depth * depths), depths - 1)
 
 
+def place_depth(place: int, places: int) -> float:
+    """The depth of one of so many places in a document: the middle of it."""
+    return (place + 0.5) / places
+
+
+def spread(rng: np.random.Generator, places: int, questions: int, depths: int, first: int = 0) -> list[int]:
+    """Places to ask for, depth after depth; none twice while its depth has others.
+
+    Args:
+        first: how many questions other documents were asked before: the depths go on from there.
+    """
+    bins = np.array([depth_bin(place_depth(i, places), depths) for i in range(places)])
+    orders = [rng.permutation(np.flatnonzero(bins == depth)) for depth in range(depths)]
+    asked = [(orders[i % depths], i // depths - first // depths) for i in range(first, first + questions)]
+    return [int(order[turn % len(order)]) for order, turn in asked]
+
+
 def joined(parts: Iterable[Sequence[int]]) -> Tokens:
     """Tokens one behind the other."""
     return np.array([token for part in parts for token in part], np.int64)

@@ -16,7 +16,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ringspun.errors import ConfigError
-from ringspun.evaluation.exam import Exam, Tokenize, Tokens, bytes_of, check_counts, depth_bin, joined, question
+from ringspun.evaluation.exam import (
+    Exam,
+    Tokenize,
+    Tokens,
+    bytes_of,
+    check_counts,
+    joined,
+    place_depth,
+    question,
+    spread,
+)
 
 DIGITS = 4
 """Of a line's number, and of its value."""
@@ -40,6 +50,7 @@ def lines(
     questions: int = 50,
     depths: int = 10,
     seed: int | Sequence[int] = 0,
+    first: int = 0,
     hard_negatives: bool = False,
     tokenize: Tokenize = bytes_of,
     start: Sequence[int] = (),
@@ -50,6 +61,7 @@ def lines(
         seq_len: tokens of the lines and one question with its answer, at most; as many lines as fit.
         questions: how many; of each depth as many, up to one. depths: equal parts of the document.
         seed: of numbers, values and what is asked for; the same seed, the same document.
+        first: how many questions other documents were asked before: the depths go on from there.
         hard_negatives: draw each digit from as few symbols as there are lines for, so that many lines differ from the
             one asked for in a single digit, and many values begin alike.
         tokenize: text -> tokens; bytes by default. Each line is tokenized by itself, and so is each question.
@@ -59,8 +71,7 @@ def lines(
     """
     check_counts(seq_len=seq_len, questions=questions, depths=depths)
     rng = np.random.default_rng(seed)
-    first = statement("0" * DIGITS, "0" * DIGITS)
-    fitting = (seq_len - len(start)) // max(len(tokenize(first)), 1)
+    fitting = (seq_len - len(start)) // max(len(tokenize(statement("0" * DIGITS, "0" * DIGITS))), 1)
     for digits, symbols in _codes(fitting, hard_negatives):
         count = symbols**digits
         numbers = _draw(rng, rng.permutation(count), digits, symbols)
@@ -73,10 +84,10 @@ def lines(
             f"seq_len must have room for a line of each of {depths} depths; got {seq_len}, which has for {len(found)}. "
             "Give a longer one, or fewer depths."
         )
-    asked = _spread(rng, len(found), questions, depths)
+    asked = spread(rng, len(found), questions, depths, first)
     return Exam(
         joined([start, *(tokenize(statement(*line)) for line in found)]),
-        tuple(question(prompt(found[i][0]), found[i][1], _depth(i, len(found)), tokenize) for i in asked),
+        tuple(question(prompt(found[i][0]), found[i][1], place_depth(i, len(found)), tokenize) for i in asked),
     )
 
 
@@ -107,16 +118,3 @@ def _filled(candidates: list[tuple[str, str]], room: int, tokenize: Tokenize) ->
             break
         found.append((number, value))
     return found
-
-
-def _spread(rng: np.random.Generator, found: int, questions: int, depths: int) -> Iterator[int]:
-    """Lines to ask for: depth after depth, none twice while the depth has others."""
-    bins = [depth_bin(_depth(i, found), depths) for i in range(found)]
-    orders = [rng.permutation(np.flatnonzero(np.array(bins) == depth)) for depth in range(depths)]
-    for i in range(questions):
-        order = orders[i % depths]
-        yield int(order[i // depths % len(order)])
-
-
-def _depth(line: int, lines: int) -> float:
-    return (line + 0.5) / lines

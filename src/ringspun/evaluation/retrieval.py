@@ -35,7 +35,7 @@ Z_95 = 1.959963984540054
 class MakeExam(Protocol):
     """What `lines` and `passkey` are."""
 
-    def __call__(self, seq_len: int, *, questions: int, depths: int, seed: Sequence[int]) -> Exam: ...
+    def __call__(self, seq_len: int, *, questions: int, depths: int, seed: Sequence[int], first: int) -> Exam: ...
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def retrieval(
     right, asked = np.zeros((2, len(seq_lens), depths), np.int64)
     for row, seq_len in enumerate(seq_lens):
         for number in range(documents):
-            exam = make(seq_len, questions=questions, depths=depths, seed=[seed, seq_len, number])
+            asked_before = number * questions
+            exam = make(seq_len, questions=questions, depths=depths, seed=[seed, seq_len, number], first=asked_before)
             with asking(model):
                 exact = answers(judged, context, exam)
             bins = [depth_bin(question.depth, depths) for question in exam.questions]
