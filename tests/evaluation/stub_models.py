@@ -9,9 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ringspun.torch import Plan
+from ringspun.evaluation.exam import Exam, Question
+from ringspun.evaluation.lines import lines
+from ringspun.evaluation.perplexity import LossByPosition, perplexity
+from ringspun.evaluation.retrieval import answers
+from ringspun.torch import ContextParallel, Loopback, Plan
 
 VOCAB = 128
+SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": VOCAB}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5}
+SAID = (16, 5, 16, 16, 7, 16, 9)
+"""16 is what `llama` answers first to each of seven questions, and what it is asked for; the others are not."""
 Rule = Callable[[str], str]
 """What a token sees, as text in the order of positions -> the next character."""
 
@@ -79,3 +87,28 @@ class WithConvolutions(nn.Module):
             q, k, v = (t[:, None] for t in (wide @ mix).chunk(3, dim=-1))
             x = x + plan.attention(q, k, v)[:, 0]
         return x @ self.head
+
+
+def llama() -> nn.Module:
+    """Two layers of width 32 over bytes, float64, scores far from uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(4)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+
+
+def judged_on_this_ring(ring: int | None = None) -> tuple[list[bool], list[bool], LossByPosition]:
+    """What a ring says: this process's default group, or a loopback of so many."""
+    context = ContextParallel(None if ring is None else Loopback(ring, seed=0))
+    exam = lines(200, questions=7, depths=5, seed=3)
+    right = answers(reader(looks_up(150)), context, exam, reach=0).tolist()
+    # the first token of an answer depends on no other: some are made what the model says, found by one process
+    made = [Question(np.append(q.ids[:-4], token), 1, q.depth) for q, token in zip(exam.questions, SAID, strict=True)]
+    said = answers(llama(), context, Exam(exam.document, tuple(made))).tolist()
+    texts = np.random.default_rng(0).integers(VOCAB, size=(2, 61))
+    return right, said, perplexity(llama(), context, list(texts), buckets=6, windows=(8, 20))
+
+
+def judged_on_ranks(ring_rank: int) -> tuple[list[bool], list[bool], LossByPosition]:
+    """The same on a pool."""
+    return judged_on_this_ring()

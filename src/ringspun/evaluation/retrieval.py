@@ -10,9 +10,9 @@ The questions about a document are asked in one pass, as branches that go on fro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,10 +32,9 @@ Z_95 = 1.959963984540054
 """Standard deviations within which 95 % of a normal distribution lie."""
 
 
-class MakeExam(Protocol):
-    """What `lines` and `passkey` are."""
-
-    def __call__(self, seq_len: int, *, questions: int, depths: int, seed: Sequence[int], first: int) -> Exam: ...
+MakeExam = Callable[..., Exam]
+"""What `lines` and `passkey` are: of a length, and by keyword `questions`, `depths` and `seed` (numbers). Where the
+questions are no multiple of the depths, also `first`: those about documents before, from which the depths go on."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,10 @@ class Grid:
         """Share of exact answers of each depth at one length; NaN where nothing was asked."""
         row = self.seq_lens.index(seq_len)
         return tuple(r / n if n else math.nan for r, n in zip(self.right[row], self.asked[row], strict=True))
+
+    def __add__(self, other: Grid) -> Grid:
+        """The same task at more lengths."""
+        return Grid(self.task, self.seq_lens + other.seq_lens, self.right + other.right, self.asked + other.asked)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

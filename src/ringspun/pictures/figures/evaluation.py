@@ -41,8 +41,8 @@ class LossFigure(Figure):
     """Mean losses by position.
 
     Args:
-        edges: of the buckets (tokens). windows: truncated contexts (tokens). losses: nats of each bucket, with all of the
-            context, then with each window; None: no token. means: of all tokens.
+        edges: of the buckets (tokens). windows: truncated contexts (tokens). losses: nats of each bucket, with the
+            whole context, then with each window; None: no token. means: of all tokens.
     """
 
     name: ClassVar[str] = "loss"
