@@ -66,7 +66,7 @@ def test_files_hold_the_numbers_that_they_show(figure, tmp_path):
 
 
 def test_a_page_holds_both_and_says_where_its_numbers_are_from():
-    parsed = Parsed(page(FIGURES, "What a run finds", "by a test"))
+    parsed = Parsed(page(FIGURES))
     assert [figure["figure"] for figure in json.loads(parsed.text("data"))["figures"]] == ["retrieval", "loss"]
-    assert parsed.text("h1").strip() == "What a run finds"
-    assert any("Drawn by ringspun by a test." in text for _, text in parsed.texts)
+    assert parsed.text("h1").strip() == "What a model finds in its context"
+    assert any("Drawn by ringspun from its answers." in text for _, text in parsed.texts)

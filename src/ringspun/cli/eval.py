@@ -100,7 +100,6 @@ def _out(job: EvalJob, results: Results, as_json: Path | None, save: Path | None
     from rich.console import Console
 
     from ringspun.pictures import save as files
-    from ringspun.pictures.page import page
     from ringspun.pictures.terminal import show
 
     figures = _figures(job, results)
@@ -114,10 +113,7 @@ def _out(job: EvalJob, results: Results, as_json: Path | None, save: Path | None
     if as_json is not None:
         text = json.dumps(_numbers(job, results), indent=1, allow_nan=False)
         typer.echo(text) if quiet else as_json.write_text(text + "\n", encoding="utf-8")
-    if save is not None and save.suffix == ".html":
-        title = f"What {job.place} finds in its context"
-        save.write_text(page(figures, title, f"by ringspun eval, of {results.words}"), encoding="utf-8")
-    elif save is not None:
+    if save is not None:
         files.save(figures, save)
     for path in (as_json, save):
         if path is not None and str(path) != "-":

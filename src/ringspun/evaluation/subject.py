@@ -25,6 +25,7 @@ from ringspun.train.model import build_model, is_transformers
 from ringspun.train.output import CHECKPOINTS
 from ringspun.train.recipe import Recipe
 from ringspun.train.rope import from_config
+from ringspun.train.saved_model import no_progress_bar
 from ringspun.train.sections import validated
 
 
@@ -125,13 +126,15 @@ def _of_transformers(found: Found) -> nn.Module:
 
     shards = None if found.checkpoint is None else found.checkpoint.shards
     try:
-        if found.checkpoint is not None and shards is not None:
-            model: nn.Module = model_of(found.checkpoint, shards).float()
-        else:
-            model = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32, local_files_only=True)
+        with no_progress_bar():
+            if found.checkpoint is not None and shards is not None:
+                return model_of(found.checkpoint, shards).float()  # type: ignore[no-any-return]
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(
+                found.folder, dtype=torch.float32, local_files_only=True
+            )
+            return model
     except (OSError, ValueError) as problem:
         raise ConfigError(f"model must be loadable by from_pretrained; {found.folder}: {problem}") from None
-    return model
 
 
 def _of_recipe(found: Found, recipe: Path | None) -> nn.Module:

@@ -23,7 +23,7 @@ function lossPicture(figure, id) {
   const x = position => left + ((wide - left - 12) * position) / edges[edges.length - 1];
   const y = loss => 10 + ((high - 20) * (top - loss)) / (top - low || 1);
   const middle = i => (edges[i] + edges[i + 1]) / 2, colour = row => `--hue:${hue(row, names.length)}`;
-  const curves = losses.map((row, n) => svg("g", {}, svg("polyline", {class: "curve", style: colour(n), points: row.map((loss, i) => (loss === null ? "" : `${x(middle(i))},${y(loss)}`)).join(" ")}),
+  const curves = losses.map((row, n) => svg("g", {}, svg("polyline", {class: "losses", style: colour(n), points: row.map((loss, i) => (loss === null ? "" : `${x(middle(i))},${y(loss)}`)).join(" ")}),
     ...row.map((loss, i) => (loss === null ? null : svg("circle", {class: "block", style: colour(n), cx: x(middle(i)), cy: y(loss), r: 4}, svg("title", {}, `${names[n]}, tokens ${span(edges, i)}: ${number(loss)} nats`))))));
   const words = `Loss by position: ${names.map((name, n) => `${name} ${number(means[n])} nats in the mean`).join("; ")}`;
   return el("div", {class: "card"}, legend(names.map((name, n) => [swatch("block", colour(n)), `${name}: ${number(means[n])} nats, perplexity ${number(Math.exp(means[n]))}`])),

@@ -18,6 +18,8 @@ class RetrievalFigure(Figure):
     """
 
     name: ClassVar[str] = "retrieval"
+    title: ClassVar[str] = "What a model finds in its context"
+    source: ClassVar[str] = "its answers"
     task: str
     seq_lens: tuple[int, ...]
     right: Rows
@@ -46,6 +48,8 @@ class LossFigure(Figure):
     """
 
     name: ClassVar[str] = "loss"
+    title: ClassVar[str] = "How well a model predicts with its context"
+    source: ClassVar[str] = "its losses"
     edges: tuple[int, ...]
     windows: tuple[int, ...]
     losses: tuple[tuple[float | None, ...], ...]
