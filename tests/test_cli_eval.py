@@ -88,6 +88,39 @@ def test_all_tasks_in_words_json_and_a_page(llama, text, tmp_path):
     assert "Drawn by ringspun from its answers." in saved.read_text()
 
 
+def test_rotations_that_depend_on_the_length_are_those_of_each_length(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ringspun.evaluation.subject import Subject, find
+    from ringspun.train.fixed_rope import FixedRope
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=257, max_position_embeddings=64, rope_parameters=rope)
+                     ).save_pretrained(tmp_path / "dynamic")  # fmt: skip
+    subject = Subject.load(find(tmp_path / "dynamic"))
+    for seq_len in (128, 256):
+        judged = subject.judged(seq_len)
+        (fixed,) = [module for module in subject.model.modules() if isinstance(module, FixedRope)]
+        assert fixed.seq_len == seq_len and judged.reach is None and judged.chunked is not None
+
+
+def test_a_table_of_positions_is_not_gone_beyond(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=257, n_positions=200)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    assert "lines: 0 of 4" in told(tmp_path / "gpt2", "--seq-len", 200, *SMALL)
+    words = told(tmp_path / "gpt2", "--seq-len", 201, *SMALL, code=2)
+    assert "seq-len must be at most the 200 positions that the model has; got 201." in words
+
+
+def test_questions_are_shared_out_evenly_among_documents(llama):
+    (result,) = asked(llama, "--seq-len", 256, "--depths", 3, "--questions", 7, "--per-document", 3)["results"]
+    assert result["lengths"][0]["asked_by_depth"] == [3, 3, 3]  # three documents of three
+
+
 @pytest.mark.processes
 def test_ranks_say_what_one_process_says(llama, text, tmp_path):
     ways = [

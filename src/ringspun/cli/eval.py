@@ -123,11 +123,11 @@ def _out(job: EvalJob, results: Results, as_json: Path | None, save: Path | None
 def _figures(job: EvalJob, results: Results) -> Sequence[Figure]:
     from ringspun.evaluation.heatmap import curves, heatmap
 
-    figures: list[Figure] = [heatmap(grid, model=results.words) for grid in results.grids]
+    figures: list[Figure] = [heatmap(grid, model=results.words, notes=(results.tokens,)) for grid in results.grids]
     for loss, whole in zip(results.losses, results.whole, strict=True):
         joined = job.sequences - whole
         note = f"{job.sequences} sequences of {job.data}, {whole} of them the beginning of one document"
-        notes = (note + (", the others of several, joined" if joined else ""),)
+        notes = (results.tokens, note + (", the others of several, joined" if joined else ""))
         figures.append(curves(loss, model=results.words, notes=notes))
     return figures
 
@@ -139,6 +139,7 @@ def _numbers(job: EvalJob, results: Results) -> dict[str, Any]:
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(job).items()}
     return {
         "model": results.words,
+        "tokens": results.tokens,
         "asked": asked,
         "results": [
             *(grid.as_dict() for grid in results.grids),

@@ -41,8 +41,8 @@ class EvalJob:
     Args:
         place: a run's folder, a checkpoint's, or a Hugging Face model's. recipe: the file that builds the model.
         tasks: some of `TASKS`. seq_lens: lengths (tokens). ranks: of the ring. loopback: play them in one process.
-        depths: equal parts of a document. questions: at each length. per_document: of them, about one document: lines
-            asked for, keys hidden. seed: of documents. hard_negatives: see `lines`.
+        depths: equal parts of a document. questions: at each length, at least. per_document: of them, about one
+            document, at most: lines asked for, keys hidden. seed: of documents. hard_negatives: see `lines`.
         data: held-out documents, for perplexity. sequences: of each length. buckets: of positions. windows: truncated
             contexts (tokens).
     Raises:
@@ -79,11 +79,11 @@ class EvalJob:
 
     def exams(self, task: str, tokenizer: Any) -> tuple[MakeExam, int, int]:
         """What makes the documents of a task, the questions about each, and how many documents."""
-        about_one = min(self.per_document[task == PASSKEY], self.questions)
+        documents = -(-self.questions // self.per_document[task == PASSKEY])
         more: dict[str, Any] = {"tokenize": tokenize_by(tokenizer), "start": start_of(tokenizer)}
         if task == LINES:
             more["hard_negatives"] = self.hard_negatives
-        return partial(lines if task == LINES else passkey, **more), about_one, -(-self.questions // about_one)
+        return partial(lines if task == LINES else passkey, **more), -(-self.questions // documents), documents
 
     def check(self) -> None:
         """Finds what is wrong before any rank starts and any weight is loaded.
@@ -105,11 +105,12 @@ class Results:
     """What came out.
 
     Args:
-        words: what was asked. grids: of lines and pass keys. losses: by length. whole: of the sequences of each, how
-            many were the beginning of one document.
+        words: what was asked. tokens: what its tokens are. grids: of lines and pass keys. losses: by length.
+        whole: of the sequences of each of these, how many were the beginning of one document.
     """
 
     words: str
+    tokens: str
     grids: tuple[Grid, ...] = ()
     losses: tuple[LossByPosition, ...] = ()
     whole: tuple[int, ...] = ()
@@ -164,7 +165,7 @@ def ask(job: EvalJob, context: ContextParallel, *, say: Callable[[str], None]) -
             say(f"{PERPLEXITY} at {seq_len:,} tokens: {loss.means[0]:.4f} nats")
             losses.append(loss)
             whole.append(count)
-    return Results(subject.words, tuple(grids), tuple(losses), tuple(whole))
+    return Results(subject.words, subject.tokens, tuple(grids), tuple(losses), tuple(whole))
 
 
 def _grids(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +19,13 @@ from ringspun.evaluation.texts import ByteTokenizer
 from ringspun.train.checkpointing import Checkpoint, latest, restore
 from ringspun.train.config import TrainConfig
 from ringspun.train.export import model_of
-from ringspun.train.fixed_rope import fix_rope
+from ringspun.train.fixed_rope import FixedRope, fix_rope
 from ringspun.train.init import TOKENIZER_FILES
 from ringspun.train.manifests import MANIFEST, STATE, manifest_fault
 from ringspun.train.model import build_model, is_transformers
 from ringspun.train.output import CHECKPOINTS
 from ringspun.train.recipe import Recipe
-from ringspun.train.rope import from_config
+from ringspun.train.rope.reading import TYPES
 from ringspun.train.saved_model import no_progress_bar
 from ringspun.train.sections import validated
 
@@ -110,6 +111,13 @@ class Subject:
         model = _of_transformers(found) if is_theirs else _of_recipe(found, recipe)
         return cls(model.eval(), found.tokenizer(), found.words)
 
+    @property
+    def tokens(self) -> str:
+        """What its tokens are, in words."""
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return "tokens are bytes"
+        return f"tokens are those of the model's {type(self.tokenizer).__name__}"
+
     def judged(self, seq_len: int) -> Judged:
         """The model as it is asked about texts of a length, for which its rotations are fixed if they depend on it.
 
@@ -118,7 +126,11 @@ class Subject:
         """
         if is_transformers(self.model):
             _check_positions(self.model, seq_len)
-        return Judged.of(self.model)
+        return self._judged
+
+    @cached_property
+    def _judged(self) -> Judged:
+        return Judged.of(self.model)  # once: a model that is on the ring already is not looked at
 
 
 def _of_transformers(found: Found) -> nn.Module:
@@ -169,13 +181,13 @@ def start_of(tokenizer: Any) -> tuple[int, ...]:
 
 def _check_positions(model: Any, seq_len: int) -> None:
     """Fixes rotations that depend on the length; refuses a table of positions that ends before it."""
-    rotates = any(getattr(module, "rope_type", None) is not None for module in model.modules())
-    config = model.config.get_text_config()
-    if not rotates:
-        most = getattr(config, "max_position_embeddings", None)
-        if most is not None and seq_len > most:
-            raise ConfigError(f"seq-len must be at most the {most:,} positions that the model has; got {seq_len:,}.")
-        return
-    kinds = {getattr(module, "needs_length", None) for module in model.modules()} - {None}
-    if True in kinds or (not kinds and from_config(config).needs_length):
+    fixed = [module.needs_length for module in model.modules() if isinstance(module, FixedRope)]
+    kinds = [kind for module in model.modules() if (kind := getattr(module, "rope_type", None)) is not None]
+    names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else (kind,))]
+    if any(fixed) or any(name in TYPES and TYPES[name].needs_length for name in names):
         fix_rope(model, seq_len=seq_len)
+    if fixed or kinds:
+        return
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and seq_len > most:
+        raise ConfigError(f"seq-len must be at most the {most:,} positions that the model has; got {seq_len:,}.")
