@@ -29,6 +29,7 @@ PAGES = [
     (DOCS / "training-memory.md", 43),
     (DOCS / "pictures.md", 6),
     (DOCS / "trainer.md", 28),
+    (DOCS / "evaluation.md", 14),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -8,7 +8,20 @@ from ringspun import Causal, Contiguous, Documents, Striped, Window, Zigzag
 from ringspun.core.links import Link
 from ringspun.core.route import AllGather, Bidirectional, Direct
 from ringspun.pictures import Scene
-from ringspun.pictures.figures import Figure, RunFigure, balance, compare, layout, mask, memory, run, schedule, timeline
+from ringspun.pictures.figures import (
+    Figure,
+    LossFigure,
+    RetrievalFigure,
+    RunFigure,
+    balance,
+    compare,
+    layout,
+    mask,
+    memory,
+    run,
+    schedule,
+    timeline,
+)
 from ringspun.planner.ring import Place, Work
 
 SCENES = {
@@ -55,7 +68,23 @@ def _work(scene: Scene) -> Work:
     return Work(scene.wire, 1e12)
 
 
+def an_evaluation() -> list[Figure]:
+    """Answers to questions at two lengths; losses with whole and truncated contexts, one bucket without a token."""
+    return [
+        RetrievalFigure("lines: 42 of 90 answers exact", ("tokens are bytes",), "lines", (512, 16384),
+                        ((5, 5, 4), (25, 0, 3)), ((5, 5, 5), (25, 25, 25)), ((0.702, 0.988), (0.273, 0.486))),
+        LossFigure("perplexity 15.52 over 48 tokens", (), (0, 16, 32, 48), (8,),
+                   ((3.0, 2.5, None), (3.125, 2.75, None)), (2.742, 2.931)),
+    ]  # fmt: skip
+
+
 def all_figures(scene: Scene) -> list[Figure]:
     """One of each kind."""
     ways = compare.of([scene, SCENES["both ways round"]], _work(scene), PLACE)
-    return [*(of.of(scene) for of in (schedule, layout, mask, balance, memory)), predicted(scene), ways, a_run()]
+    return [
+        *(of.of(scene) for of in (schedule, layout, mask, balance, memory)),
+        predicted(scene),
+        ways,
+        a_run(),
+        *an_evaluation(),
+    ]

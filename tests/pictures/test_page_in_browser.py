@@ -51,7 +51,8 @@ def test_it_loads_without_a_complaint_or_a_request_and_fits(browser, shown, widt
     assert browser.problems == [] and browser.requests == [file.as_uri()]
     assert browser.run("document.documentElement.scrollWidth") <= browser.run("innerWidth") == width
     assert browser.run("[...document.querySelectorAll('section')].map(s => s.dataset.figure)") == [
-        "schedule", "layout", "mask", "balance", "memory", "timeline", "compare", "run"
+        "schedule", "layout", "mask", "balance", "memory", "timeline", "compare", "run",
+        "retrieval", "loss",
     ]  # fmt: skip
     assert browser.run("[...document.querySelectorAll('section')].every(s => s.querySelector('svg'))")
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "Say what fits, what hides, how fast, and whether to ring, before anything is rented.",
     "show": "Draw masks, layouts, schedules, balance, memory and time.",
     "train": "Train a language model on sequences cut over ranks.",
+    "eval": "Say what a model finds in a long context, and how well it predicts with it.",
     "explain-hang": "Say who waits for whom, from the step logs of a job's ranks.",
 }
 

@@ -25,6 +25,7 @@ SCRIPTS = (
     "timeline.js",
     "compare.js",
     "run.js",
+    "evaluation.js",
     "main.js",
 )
 _NAMES = {Payload.KV: "KV", Payload.DKV: "dKV", Payload.QUERIES: "Q", Payload.DQ: "dQ", Payload.HEADS: "heads"}

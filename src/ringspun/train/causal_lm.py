@@ -9,13 +9,14 @@ hold the head's weight whole, and lets the head have one token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ringspun.errors import UnsupportedByRing
-from ringspun.train.chunked_loss import PLAIN, Head, Terms, linear_token_loss
+from ringspun.train.chunked_loss import PLAIN, Head, Terms, linear_cross_entropy, linear_token_loss
 
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
 """What configs call a factor, or a divisor, of the logits."""
@@ -56,17 +57,34 @@ class CausalLMLoss(nn.Module):
         Raises:
             UnsupportedByRing: labels, or a model that calls its head another number of times than once.
         """
+
+        def share(hidden: Tensor, head: Head) -> Tensor:
+            return linear_token_loss(
+                hidden, head, targets, total_targets=total_targets, weights=weights, terms=self.terms
+            )
+
+        return self._at_head(share, inputs)
+
+    def token_losses(self, targets: Tensor, **inputs: Any) -> Tensor:
+        """The loss of each of this rank's tokens, 0 where there is no target: a tensor as `targets`.
+
+        Args and Raises: as `forward`.
+        """
+
+        def each(hidden: Tensor, head: Head) -> Tensor:
+            found: Tensor = linear_cross_entropy(hidden, head, targets, reduction="none", terms=self.terms)
+            return found
+
+        return self._at_head(each, inputs)
+
+    def _at_head(self, compute: Callable[[Tensor, Head], Tensor], inputs: dict[str, Any]) -> Tensor:
+        """What is computed of the hidden states that come to the model's head."""
         if inputs.get("labels") is not None:
             raise UnsupportedByRing("labels must be None; give targets, already shifted: shard_batch's shift_labels.")
-        shares: list[Tensor] = []
+        found: list[Tensor] = []
 
         def at_head(module: nn.Linear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            head = Head(module.weight, module.bias, self.scale, self.softcap)
-            shares.append(
-                linear_token_loss(
-                    args[0], head, targets, total_targets=total_targets, weights=weights, terms=self.terms
-                )
-            )
+            found.append(compute(args[0], Head(module.weight, module.bias, self.scale, self.softcap)))
             return (args[0][..., :1, :].detach(), *args[1:])
 
         handle = self._head[0].register_forward_pre_hook(at_head)
@@ -74,11 +92,11 @@ class CausalLMLoss(nn.Module):
             self.model(**inputs)
         finally:
             handle.remove()
-        if len(shares) != 1:
+        if len(found) != 1:
             raise UnsupportedByRing(
-                f"model must call its head once; {type(self.model).__name__} did {len(shares)} times."
+                f"model must call its head once; {type(self.model).__name__} did {len(found)} times."
             )
-        return shares[0]
+        return found[0]
 
 
 @torch.no_grad()

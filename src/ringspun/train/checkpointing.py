@@ -209,10 +209,12 @@ def latest(
     return None
 
 
-def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -> None:
+def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Puts weights, optimizer state and PyTorch's generator back, in place. The ring may have another size now, and the
     model may be cut over ranks otherwise, or not at all. Collective where shards are read.
 
+    Args:
+        optimizer: None: the weights alone.
     Raises:
         CheckpointError: the checkpoint's tensors cannot be read, or are not those of this model.
     """
@@ -228,8 +230,9 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer) -
         model.load_state_dict({name: placed(x, mine[name]) if name in mine else x for name, x in found.items()})
     except RuntimeError as problem:
         raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
-    _restore_optimizer(checkpoint, model, optimizer, _load(checkpoint, "optimizer.safetensors"))
-    torch.set_rng_state(_load(checkpoint, "rng.safetensors")["cpu"])
+    if optimizer is not None:
+        _restore_optimizer(checkpoint, model, optimizer, _load(checkpoint, "optimizer.safetensors"))
+        torch.set_rng_state(_load(checkpoint, "rng.safetensors")["cpu"])
     return None
 
 

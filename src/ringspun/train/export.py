@@ -47,7 +47,7 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
         if checkpoint.shards is None:
             shutil.copytree(checkpoint.model_path, partial)
         else:
-            save_model(_model_of(checkpoint, checkpoint.shards), partial)
+            save_model(model_of(checkpoint, checkpoint.shards), partial)
             save_beside(partial, tokenizer_files(checkpoint.model_path))
         if folder.exists():
             folder.rmdir()
@@ -70,7 +70,12 @@ def export_newest(output: Path, folder: Path) -> None:
     export(found, folder)
 
 
-def _model_of(checkpoint: Checkpoint, shards: Path) -> Any:
+def model_of(checkpoint: Checkpoint, shards: Path) -> Any:
+    """The Transformers model of a checkpoint that all ranks wrote, whole on this process.
+
+    Raises:
+        CheckpointError: it has no config, or cannot be read.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (checkpoint.model_path / "config.json").is_file():

@@ -74,9 +74,9 @@ def launch(job: Job) -> None:
     check(job)
     # Read by the profiler's library at its first use; the started ranks inherit it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    if _joined():
+    if joined():
         _check_world(job)
-        with _process_group():
+        with process_group():
             _join(job, _mesh())
         return
     with claimed(job.config.output, fresh=job.fresh, say=print):
@@ -110,14 +110,14 @@ def work(job: Job) -> None:
 
     The output is the caller's to claim; see `ringspun.train.output`.
     """
-    with _process_group():
+    with process_group():
         _train(job, _mesh())
 
 
 @contextmanager
-def _process_group() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """The default group that the environment describes, or none. Nobody may hold it when it is destroyed."""
-    if not _joined():
+    if not joined():
         yield
         return
     if os.environ.get(FOLDER_VARIABLE):
@@ -131,7 +131,7 @@ def _process_group() -> Iterator[None]:
 
 def _mesh() -> Mesh:
     """The ranks of the job; made where it is used, for a group that is held cannot be destroyed cleanly."""
-    return Mesh(dist.group.WORLD if _joined() else None)
+    return Mesh(dist.group.WORLD if joined() else None)
 
 
 def _train(job: Job, mesh: Mesh) -> None:
@@ -168,7 +168,8 @@ def _devices(config: TrainConfig) -> JobMesh:
     )
 
 
-def _joined() -> bool:
+def joined() -> bool:
+    """Whether the environment describes a job that this process is a rank of."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -1,6 +1,6 @@
 // Every figure of the file, in order.
-const PICTURES = {mask: maskPicture, layout: layoutPicture, schedule: schedulePicture, balance: balancePicture, memory: memoryPicture, timeline: timelinePicture, compare: comparePicture, run: runPicture};
-const HEADINGS = {mask: "The mask", layout: "The layout", schedule: "The walk", balance: "The balance", memory: "The memory", timeline: "The time", compare: "Ways side by side", run: "Stages and curves"};
+const PICTURES = {mask: maskPicture, layout: layoutPicture, schedule: schedulePicture, balance: balancePicture, memory: memoryPicture, timeline: timelinePicture, compare: comparePicture, run: runPicture, retrieval: retrievalPicture, loss: lossPicture};
+const HEADINGS = {mask: "The mask", layout: "The layout", schedule: "The walk", balance: "The balance", memory: "The memory", timeline: "The time", compare: "Ways side by side", run: "Stages and curves", retrieval: "What is found", loss: "The loss by position"};
 const main = document.getElementById("figures"), different = new Set(data.figures.map(figure => figure.words)).size > 1;
 
 function draw() {

@@ -6,6 +6,7 @@ from ringspun.pictures.figures import balance, layout, mask, memory, schedule
 from ringspun.pictures.figures.balance import BalanceFigure
 from ringspun.pictures.figures.base import Figure, Kind
 from ringspun.pictures.figures.compare import CompareFigure
+from ringspun.pictures.figures.evaluation import LossFigure, RetrievalFigure
 from ringspun.pictures.figures.layout import LayoutFigure
 from ringspun.pictures.figures.mask import MaskFigure
 from ringspun.pictures.figures.memory import MemoryFigure
@@ -30,8 +31,10 @@ __all__ = [
     "Figure",
     "Kind",
     "LayoutFigure",
+    "LossFigure",
     "MaskFigure",
     "MemoryFigure",
+    "RetrievalFigure",
     "RunFigure",
     "ScheduleFigure",
     "TimelineFigure",

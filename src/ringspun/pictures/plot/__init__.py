@@ -19,13 +19,14 @@ except ModuleNotFoundError:  # pragma: no cover (the tests have it)
 
 from ringspun.pictures.figures.balance import BalanceFigure
 from ringspun.pictures.figures.compare import CompareFigure
+from ringspun.pictures.figures.evaluation import LossFigure, RetrievalFigure
 from ringspun.pictures.figures.layout import LayoutFigure
 from ringspun.pictures.figures.mask import MaskFigure
 from ringspun.pictures.figures.memory import MemoryFigure
 from ringspun.pictures.figures.run import RunFigure
 from ringspun.pictures.figures.schedule import ScheduleFigure
 from ringspun.pictures.figures.timeline import TimelineFigure
-from ringspun.pictures.plot import bars, curves, planes, steps
+from ringspun.pictures.plot import bars, curves, evaluation, planes, steps
 from ringspun.pictures.plot.style import STYLE
 
 if TYPE_CHECKING:
@@ -82,3 +83,5 @@ draw.register(MemoryFigure, bars.of_memory)
 draw.register(TimelineFigure, bars.of_timeline)
 draw.register(CompareFigure, bars.of_compare)
 draw.register(RunFigure, curves.of_run)
+draw.register(RetrievalFigure, evaluation.of_retrieval)
+draw.register(LossFigure, evaluation.of_loss)

@@ -10,13 +10,14 @@ from rich.text import Text
 from ringspun.pictures.figures.balance import BalanceFigure
 from ringspun.pictures.figures.base import Figure
 from ringspun.pictures.figures.compare import CompareFigure
+from ringspun.pictures.figures.evaluation import LossFigure, RetrievalFigure
 from ringspun.pictures.figures.layout import LayoutFigure
 from ringspun.pictures.figures.mask import MaskFigure
 from ringspun.pictures.figures.memory import MemoryFigure
 from ringspun.pictures.figures.run import RunFigure
 from ringspun.pictures.figures.schedule import ScheduleFigure
 from ringspun.pictures.figures.timeline import TimelineFigure
-from ringspun.pictures.terminal import bars, curves, planes, steps
+from ringspun.pictures.terminal import bars, curves, evaluation, planes, steps
 from ringspun.pictures.terminal.glyphs import in_ascii
 
 COLUMNS = 64
@@ -53,3 +54,5 @@ body.register(MemoryFigure, bars.of_memory)
 body.register(TimelineFigure, bars.of_timeline)
 body.register(CompareFigure, bars.of_compare)
 body.register(RunFigure, curves.of_run)
+body.register(RetrievalFigure, evaluation.of_retrieval)
+body.register(LossFigure, evaluation.of_loss)
