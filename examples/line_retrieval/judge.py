@@ -167,8 +167,9 @@ def main() -> int:
     parser.add_argument("config", type=Path, nargs="?", default=beside, help="config of the run that is judged")
     parser.add_argument("--output", type=Path, help="the run's folder, where it is not the config's")
     parser.add_argument("--ranks", type=int, default=2, help="processes that share each document")
+    parser.add_argument("--documents", type=int, default=Asked.documents, help="of each length and kind")
     given = parser.parse_args()
-    config, asked = load_config(given.config, output=given.output), Asked()
+    config, asked = load_config(given.config, output=given.output), Asked(documents=given.documents)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.ranks)))
     grids = start_ranks(given.ranks, on_rank, config, asked, logs=config.output)[0]
     verdict = Bars().judge(grids, training_minutes(config.output))
