@@ -43,7 +43,7 @@ Grids = dict[str, dict[str, Grid]]
 class Asked:
     """`documents` of each length and kind, the same for every checkpoint, and so many questions about each."""
 
-    seq_lens: tuple[int, ...] = (512, 2048, 8192, 16384, 32768)
+    seq_lens: tuple[int, ...] = (512, 2048, 8192, 16384)
     documents: int = 5
     questions: int = 50
     seed: int = 1234
@@ -51,9 +51,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Bars:
-    """What a run must show at `seq_len` bytes, on documents of nothing but lines."""
+    """What a run must show at `seq_len` bytes, the longest asked about, on documents of nothing but lines."""
 
-    seq_len: int = 16384
+    seq_len: int
     questions: int = 250
     accuracy: float = 0.95
     each_depth: float = 0.85
@@ -167,12 +167,16 @@ def main() -> int:
     parser.add_argument("config", type=Path, nargs="?", default=beside, help="config of the run that is judged")
     parser.add_argument("--output", type=Path, help="the run's folder, where it is not the config's")
     parser.add_argument("--ranks", type=int, default=2, help="processes that share each document")
+    parser.add_argument(
+        "--seq-lens", type=int, nargs="+", default=Asked.seq_lens, help="bytes; bars are of the longest"
+    )
     parser.add_argument("--documents", type=int, default=Asked.documents, help="of each length and kind")
     given = parser.parse_args()
-    config, asked = load_config(given.config, output=given.output), Asked(documents=given.documents)
+    config = load_config(given.config, output=given.output)
+    asked = Asked(tuple(sorted(given.seq_lens)), given.documents)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.ranks)))
     grids = start_ranks(given.ranks, on_rank, config, asked, logs=config.output)[0]
-    verdict = Bars().judge(grids, training_minutes(config.output))
+    verdict = Bars(asked.seq_lens[-1]).judge(grids, training_minutes(config.output))
     (config.output / "lines.json").write_text(json.dumps(as_dict(grids, verdict, asked), indent=1))
     figures = [heatmap(grid, model=name) for name, kinds in reversed(grids.items()) for grid in kinds.values()]
     save(figures[:1], config.output / "lines.png")

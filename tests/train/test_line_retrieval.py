@@ -178,7 +178,7 @@ def grids(first: int, last: list[int]) -> Any:
 )
 def test_bars_are_held_or_missed_as_set(first, last, minutes, missed):
     """A bar that cannot be missed."""
-    found = judge.Bars().judge(grids(first, last), minutes)
+    found = judge.Bars(16384).judge(grids(first, last), minutes)
     assert len(found) == 5
     words = [words for words, (_, held) in found.items() if not held]
     assert len(words) == len(missed) and all(part in one for part, one in zip(missed, words, strict=True))
