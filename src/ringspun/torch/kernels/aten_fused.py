@@ -110,8 +110,8 @@ class AtenEfficient(_Fused):
 
 class AtenCudnn(_Fused):
     """cuDNN's: float16 and bfloat16, GQA, head sizes up to 128. By name alone: every new shape of a tile costs it a
-    plan of many milliseconds, and it caches plans of backward by the strides of q, k and v, not by those of out and dout:
-    all are laid out alike here, but another caller in the process may have been first.
+    plan of many milliseconds, and it keeps plans of backward by the strides of q, k and v, not by those of out and
+    dout: all are laid out alike here, but another caller in the process may have been first.
 
     Args:
         ops: what is called; others for tests.

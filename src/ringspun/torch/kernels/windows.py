@@ -10,11 +10,15 @@ Pieces with one window, one below and to the right of the other, are one call: d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+FEW = 8
+"""Windows of a step among which a piece looks for one that it can share, so that short documents go with long ones."""
 
 
 class Window(NamedTuple):
@@ -27,6 +31,14 @@ class Window(NamedTuple):
     def causal(self) -> bool:
         """Whether it is what every op calls causal, the way that all of them are fastest in."""
         return self == (None, 0)
+
+    def shows_the_same(self, piece: Piece, own: Window) -> bool:
+        """Whether rows of a piece see what `own` shows them: its bounds are these, or these reach beyond its ends."""
+        reach = piece.k1 - piece.k0 - 1, piece.q1 - piece.q0 - 1
+        return all(
+            mine == its or (its is None and mine is not None and mine >= end)
+            for mine, its, end in zip(self, own, reach, strict=True)
+        )
 
 
 class Piece(NamedTuple):
@@ -91,17 +103,19 @@ class WindowCall:
 
 def calls(tiles: Iterable[list[int]]) -> list[WindowCall]:
     """Tiles ``(b0, b1, q0, q1, k0, k1, lo, hi)`` as calls that together hold each of their pairs once."""
+    each = [((b0, b1), piece, window) for b0, b1, *tile in tiles for piece, window in pieces(*tile)]
+    count = Counter((batch, window) for batch, _, window in each)
     groups: list[tuple[tuple[int, int], Window, list[Piece]]] = []
     last: dict[tuple[tuple[int, int], Window], list[Piece]] = {}
-    for b0, b1, *tile in tiles:
-        for piece, window in pieces(*tile):
-            key = (b0, b1), window
-            open_ = last.get(key)
-            if open_ is None or piece.q0 < open_[-1].q1 or piece.k0 < open_[-1].k1:
-                open_ = last[key] = []
-                groups.append((*key, open_))
-            open_.append(piece)
-    return [WindowCall(batch, window, tuple(each)) for batch, window, each in groups]
+    for batch, piece, own in each:
+        others = [w for b, w in count if b == batch and w.shows_the_same(piece, own)] if len(count) <= FEW else [own]
+        window = max(others, key=lambda w: (count[batch, w], 2 - w.count(None), w == own))
+        open_ = last.get((batch, window))
+        if open_ is None or piece.q0 < open_[-1].q1 or piece.k0 < open_[-1].k1:
+            open_ = last[batch, window] = []
+            groups.append((batch, window, open_))
+        open_.append(piece)
+    return [WindowCall(batch, window, tuple(found)) for batch, window, found in groups]
 
 
 def pieces(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Iterator[tuple[Piece, Window]]:
