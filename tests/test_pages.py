@@ -28,6 +28,7 @@ PAGES = [
     (DOCS / "planner.md", 34),
     (DOCS / "training-memory.md", 43),
     (DOCS / "pictures.md", 6),
+    (DOCS / "gpu.md", 6),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

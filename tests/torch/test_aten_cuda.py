@@ -67,7 +67,9 @@ def test_packed_documents_are_one_call_for_each_window(lengths, gap, kind):
     size = starts[-1] + lengths[-1]
     plan = ContextParallel(Loopback(1), layout=Contiguous()).plan(size, mask)
     found = calls(StepTiles(plan.schedule.forward.tiles_of(0)).bands)
-    assert len(found) == len({call.window for call in found}) <= (2 if kind == "causal" else 3)  # single tokens side by side: a diagonal
+    assert (
+        len(found) == len({call.window for call in found}) <= (2 if kind == "causal" else 3)
+    )  # single tokens side by side: a diagonal
     pairs = np.zeros((size, size), np.int64)
     for call in found:
         rows, keys = call.cumulative

@@ -6,11 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspun.core.accounting import account
@@ -28,6 +30,7 @@ from ringspun.torch.memory import peak_memory
 REPEATS = 3
 UNKNOWN_TFLOPS = 20.0
 """Of a device that nothing is known of yet: a slow one, so that the first work does not take all the time."""
+ASKED, GIVEN, ADDED = "asked", "given", "added"
 RUNS_OF_A_WORK = 2 * REPEATS + 4
 """Forward + backward passes that measuring a work takes: of both in turns, and those before and after."""
 
@@ -37,12 +40,13 @@ class Measured:
     """What was measured of one work.
 
     Args:
-        kernel: its name. ring_s, alone_s: seconds of forward + backward, in pairs. peak_bytes: of the ring's first, all
+        kernel: its name. alone: what PyTorch took for the one call. ring_s, alone_s: seconds of forward + backward, in pairs. peak_bytes: of the ring's first, all
             ranks, inputs included. expected_bytes: by the accounting. flops: of the work. kernel_share: of the ring's
             time, on the device. merge_share: of it, adding up results and gradients.
     """
 
     kernel: str
+    alone: str
     ring_s: tuple[float, ...]
     alone_s: tuple[float, ...]
     peak_bytes: int
@@ -182,12 +186,20 @@ class Device:
         pairs = [(self._seconds(ring), self._seconds(alone)) for _ in range(self._repeats)]
         marked = Marked(chosen, self._mark)
         total = self._between(lambda: ring(marked))
-        shares = [
-            sum(self._elapsed(*pair) for pair in pairs_of) / total for pairs_of in (marked.kernel, marked.merging)
-        ]
+        kernel_share, merge_share = (marked.seconds(what, self._elapsed) / total for what in (GIVEN, ADDED))
         expected = expected_peak(_schedules(plan), wire_of(*given[:3]), chosen.name)
         ring_s, alone_s = (tuple(each) for each in zip(*pairs, strict=True))
-        return Measured(chosen.name, ring_s, alone_s, peak, expected, flops_of(work), shares[0], shares[1])
+        return Measured(
+            chosen.name,
+            _taken_alone(*given[:3]),
+            ring_s,
+            alone_s,
+            peak,
+            expected,
+            flops_of(work),
+            kernel_share,
+            merge_share,
+        )
 
     def _tensors(self, work: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -240,13 +252,14 @@ class Device:
 
 
 class Marked(Kernel):
-    """Another kernel, with a mark wherever it begins and ends: what lies between, and what those do with its results
-    whom it gives them to."""
+    """Another kernel, with a mark where it is asked for a step's first result, where it gives one, and where it is
+    asked for the next. Ranks of a loopback take turns at any of these, so a stretch of time is named by the mark that
+    ends it: the kernel's before a result; merging, with what arrives to be added, before the next is asked for; the
+    rest is packing and sending."""
 
     def __init__(self, inner: Kernel, mark: Callable[[], Any]) -> None:
         self._inner, self._mark, self.name, self.devices = inner, mark, inner.name, inner.devices
-        self.kernel: list[tuple[Any, Any]] = []
-        self.merging: list[tuple[Any, Any]] = []
+        self.marks: list[tuple[str, Any]] = []
 
     def refuses(self, call: Call) -> str | None:
         return self._inner.refuses(call)
@@ -258,14 +271,22 @@ class Marked(Kernel):
         yield from self._marking(self._inner.backward(block, saved, tiles))
 
     def _marking(self, results: Iterator[Any]) -> Iterator[Any]:
-        start = self._mark()
+        self.marks.append((ASKED, self._mark()))
         for result in results:
-            end = self._mark()
-            self.kernel.append((start, end))
+            self.marks.append((GIVEN, self._mark()))
             yield result
             del result
-            start = self._mark()
-            self.merging.append((end, start))
+            self.marks.append((ADDED, self._mark()))
+
+    def seconds(self, what: str, elapsed: Callable[[Any, Any], float]) -> float:
+        """Of all stretches that such a mark ends."""
+        return sum(elapsed(first, last) for (_, first), (kind, last) in pairwise(self.marks) if kind == what)
+
+
+def _taken_alone(q: Tensor, k: Tensor, v: Tensor) -> str:
+    grouped = q.shape[1] != k.shape[1]
+    which: int = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)
+    return SDPBackend(which).name.lower()
 
 
 def _plan(work: Work) -> Plan:
