@@ -29,6 +29,7 @@ from ringspun.torch.kernels import KERNELS, AtenCudnn, AtenEfficient, AtenFlash,
 from ringspun.torch.kernels.base import Saved, StepTiles, Terms
 from ringspun.torch.kernels.windows import calls, pieces
 from ringspun.torch.ops import REGISTRY, Grads
+from ringspun.torch.scraps import scraps
 
 ON_GPUS = {"aten_flash": AtenFlash(), "aten_efficient": AtenEfficient(), "aten_cudnn": AtenCudnn()}
 CALL = Call(8, 2, 64, 64, torch.bfloat16, "cuda")
@@ -332,6 +333,12 @@ def test_an_lse_gradient_costs_a_second_run_and_nothing_else_does():
     cuda_operands.gradients(saved._replace(dlse=torch.ones(1, 1, 2)), dout, v, out, run)
     cuda_operands.gradients(saved._replace(out=None), dout, v, None, run)
     assert runs == [8.0, 8.0, -2.0, 0.0, 5.0]
+
+
+def test_a_gpu_is_not_fed_scraps_of_a_cores_cache():
+    """Every one costs it a few calls: 33 million elements are two, not 512."""
+    on_cpu, elsewhere = (torch.empty(1, 16, 16384, 128, dtype=torch.bfloat16, device=d) for d in ("cpu", "meta"))
+    assert (sum(1 for _ in scraps(on_cpu)), sum(1 for _ in scraps(elsewhere))) == (512, 2)
 
 
 def test_eager_still_takes_what_no_op_does():

@@ -24,7 +24,7 @@ import ringspun
 from ringspun.testing.gpu.certifying import FAILED, Outcome, cases, certified
 from ringspun.testing.gpu.results import Results
 from ringspun.testing.gpu.timing import REPEATS, Device, Measure, Row, timed, works
-from ringspun.torch.kernels import kernels_on
+from ringspun.torch.kernels import Kernel, kernels_on
 
 BUDGET_S = 280.0
 CERTIFYING = 0.4
@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None, *, measure: Measure | None = None) -
     here = kernels_on(device.type)
     machine = describe(device)
     print("gpu-check: " + ", ".join(machine.values()))
-    outcomes = _certify([k.name for k in here], device, asked.quick, start + CERTIFYING * asked.budget_s)
+    outcomes, left_out = _certify(here, device, asked.quick, start + CERTIFYING * asked.budget_s)
     others = [] if asked.quick else [k.name for k in here[1:] if k.name not in SLOW]
     left = asked.budget_s - (time.monotonic() - start)
     measure = measure or Device(device, 1 if asked.quick else REPEATS)
     rows = timed(works(others, quick=asked.quick), measure, budget_s=left, told=_tell)
     command = "python -m ringspun.testing.gpu_check " + " ".join(sys.argv[1:] if argv is None else argv)
-    results = Results(machine, command.strip(), tuple(outcomes), tuple(rows))
+    results = Results(machine, command.strip(), tuple(outcomes), tuple(rows), left_out)
     print("\n" + results.page())
     if asked.out is not None:
         print("written: " + ", ".join(map(str, write(results, asked.out, datetime.date.today()))))
@@ -88,21 +88,19 @@ def describe(device: torch.device) -> dict[str, str]:
     return {"device": what, **found, "CUDA": str(torch.version.cuda), "cuDNN": str(cudnn), "flash": flash}
 
 
-def _certify(kernels: Sequence[str], device: torch.device, quick: bool, end: float) -> list[Outcome]:
-    """In turns, so that every kernel has its first cases certified if time is short."""
+def _certify(kernels: Sequence[Kernel], device: torch.device, quick: bool, end: float) -> tuple[list[Outcome], int]:
+    """All cases of all kernels, as far as time goes; and how many it did not reach."""
     found: list[Outcome] = []
-    waiting = [list(cases([kernel], quick=quick)) for kernel in kernels]
-    while any(waiting):
-        for each in waiting:
-            if each and time.monotonic() < end:
-                found.append(certified(each.pop(0), device))
-                if found[-1].status == FAILED:
-                    print(f"  FAILED {found[-1].case}: {found[-1].reason}")
+    waiting = [case for k in kernels for case in cases(k.name, quick=quick, few=k.by_name_only)]
+    for case in waiting:
         if time.monotonic() >= end:
-            print(f"  {sum(map(len, waiting))} cases left out: no time")
+            print(f"  {len(waiting) - len(found)} cases left out: no time")
             break
+        found.append(certified(case, device))
+        if found[-1].status == FAILED:
+            print(f"  FAILED {found[-1].case}: {found[-1].reason}")
     print(f"  {len(found)} cases, {sum(o.status == FAILED for o in found)} wrong")
-    return found
+    return found, len(waiting) - len(found)
 
 
 def _tell(row: Row) -> None:

@@ -9,6 +9,8 @@ from ringspun.core.accounting import memory
 from ringspun.core.schedule import Schedule
 from ringspun.core.wire import Format
 
+ACCOUNTED = "aten_flash"
+"""The kernel of which it is known what it takes inside of a call."""
 FLASH_ROWS = 128
 """The op's backward holds its float32 sum of dq in blocks of so many rows."""
 
@@ -45,7 +47,7 @@ def _call(tile: list[int], wire: Format, kernel: str) -> int:
     size, width = -(-max(wire.head_size, wire.value_size) // 8) * 8, wire.itemsize
     queries, keys = batch * n * wire.heads * size, batch * m * size
     results = width * (queries + 2 * keys * wire.kv_heads)
-    if kernel != "aten_flash":
+    if kernel != ACCOUNTED:
         return results
     rounded = batch * wire.heads * -(-n // FLASH_ROWS) * FLASH_ROWS
     sums = 4 * rounded * (-(-size // 32) * 32 + 1)  # of dq, and delta

@@ -40,9 +40,10 @@ class Measured:
     """What was measured of one work.
 
     Args:
-        kernel: its name. alone: what PyTorch took for the one call. ring_s, alone_s: seconds of forward + backward, in pairs. peak_bytes: of the ring's first, all
-            ranks, inputs included. expected_bytes: by the accounting. flops: of the work. kernel_share: of the ring's
-            time, on the device. merge_share: of it, adding up results and gradients.
+        kernel: its name. alone: what PyTorch took for the one call. ring_s, alone_s: seconds of forward + backward, in
+            pairs. peak_bytes: of the ring's first, all ranks, inputs included. expected_bytes: by the accounting.
+            flops: of the work. kernel_share: of the ring's time, on the device. merge_share: of it, adding up results
+            and gradients.
     """
 
     kernel: str
@@ -187,6 +188,7 @@ class Device:
         marked = Marked(chosen, self._mark)
         total = self._between(lambda: ring(marked))
         kernel_share, merge_share = (marked.seconds(what, self._elapsed) / total for what in (GIVEN, ADDED))
+        plan._calls.pool.forget()  # plans used last are kept for backward calls to come, and their buffers with them
         expected = expected_peak(_schedules(plan), wire_of(*given[:3]), chosen.name)
         ring_s, alone_s = (tuple(each) for each in zip(*pairs, strict=True))
         return Measured(
