@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check support-table pictures bench peers faults soak mutation clean
+.PHONY: env demo test lint check gpu-check support-table pictures bench peers faults soak mutation clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -26,6 +26,12 @@ check: env
 	$(BIN)/ringspun check --suite full
 	$(BIN)/ringspun check --ranks 1,2,3,4,5,6,7,8 --seq-len 1,2,7,77,128,1000 --dtype float64,float32,bfloat16
 	$(BIN)/ringspun check --framework jax --ranks 1,2,3,8 --seq-len 7,77,128 --dtype float64,float32,bfloat16
+
+# Certifies the GPU here and measures it, in 5 minutes: with the machine's own PyTorch (2.11 or newer, NumPy, jaxtyping; nothing is
+# installed), or with that of `make env`. Without a GPU it says so.
+GPU_PYTHON ?= $(shell python3 -c 'import torch, numpy, jaxtyping' 2>/dev/null && command -v python3 || echo $(BIN)/python)
+gpu-check:
+	PYTHONPATH=src $(GPU_PYTHON) -m ringspun.testing.gpu_check --out benchmarks/results
 
 # Writes the table of what each kernel does into the README, from what the conformance suite finds.
 support-table: env

@@ -30,6 +30,7 @@ PAGES = [
     (DOCS / "pictures.md", 6),
     (DOCS / "trainer.md", 28),
     (DOCS / "evaluation.md", 14),
+    (DOCS / "gpu.md", 6),
 ]  # and how many examples at least
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

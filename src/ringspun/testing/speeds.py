@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ringspun.torch.gemm import gemm_seconds, timed
-from ringspun.torch.kernels import KERNELS, Call, Kernel, choose
+from ringspun.torch.kernels import Call, Kernel, choose, kernels_on
 from ringspun.torch.kernels.base import Block, Saved, StepTiles, accumulator_dtype
 
 
@@ -36,12 +36,12 @@ class Speed:
 
 def measure_kernels(
     tokens: Sequence[int], dtypes: Sequence[str], *, heads: int, head_size: int, repeats: int = 5,
-    kernels: Sequence[Kernel] = KERNELS,
+    kernels: Sequence[Kernel] | None = None,
 ) -> Iterator[Speed]:  # fmt: skip
     """Kernels on full and causal tiles, in this process and with its number of threads; medians."""
     for dtype in dtypes:
         gemm = _gemm(dtype, repeats)
-        for kernel in kernels:
+        for kernel in kernels_on("cpu") if kernels is None else kernels:
             for n in tokens:
                 for causal in (False, True):
                     yield _speed(kernel, dtype, n, causal, heads, head_size, gemm, repeats)

@@ -68,6 +68,10 @@ class BufferPool:
             self._peak = 0
             self._drop(0)
 
+    def forget(self) -> None:
+        """Drop all that nobody has leased."""
+        self._idle.clear()
+
     def _leased(self) -> tuple[int, int]:
         """Bytes leased now: as asked for, and as held."""
         gone = [at for at, (buffer, *_) in self._out.items() if buffer() is None]

@@ -6,7 +6,6 @@ from functools import cache
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 BLOCK = 1 << 18
@@ -26,6 +25,8 @@ def checksum(data: Tensor) -> int:
     """
     if data.device.type != "cpu":
         return weighted_sum(data)
+    import xxhash  # by those who check bytes: whoever does not needs torch and NumPy alone
+
     value: int = xxhash.xxh3_64_intdigest(data.numpy().data)
     return value - (value >> 63 << 64)
 

@@ -204,7 +204,7 @@ class Execution:
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, kept: Tensor
     ) -> tuple[Tensor, Tensor, tuple[int, int]]:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
-        kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
+        kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule, calls.grid), self.options.kernel)
         mark = self._mark(q.device)
         calls.agree(TOPIC, wire, _facts(wire, kernel, terms, rule) | {"bias at some positions": hex(mark)})
         jobs = calls.jobs(q, wire, kernel, terms, rule, kept)
@@ -236,7 +236,7 @@ class Execution:
         kept: Tensor,
     ) -> tuple[Tensor, ...]:
         calls, rule, wire = self.calls, self.options.rule, wire_of(q, k, v)
-        kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule), self.options.kernel)
+        kernel = choose(call_of(q, k, v, terms.scale, terms.softcap, rule, calls.grid), self.options.kernel)
         facts = _facts(wire, kernel, terms, rule) | {"gradients of q, k, v, sinks, bias": str(grads.needs)}
         side = calls.side(wire)
         calls.agree(BACKWARD_TOPIC, wire, facts | {"what travels": side.value}, side)
@@ -319,10 +319,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, rule: Rule | None) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, rule: Rule | None, grid: int) -> Call:
     """What kernels judge a call by."""
     kind = "" if rule is None else rule.name
-    return Call(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type, scale, softcap, kind)
+    of = q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device.type
+    return Call(*of, scale, softcap, kind, across_rings=grid > 0)
 
 
 def wire_of(q: Tensor, k: Tensor, v: Tensor) -> Format:

@@ -217,7 +217,7 @@ class Plan:
         inputs.check_tensors(self._context.driver, self._rows, batch, q, k, v)
         scale, softcap = inputs.checked_scale(asked.scale, q.shape[-1]), checked_softcap(asked.softcap)
         rule, values = inputs.check_terms(self._context.driver, q, asked.sinks, asked.bias)
-        return rule, values, call_of(q, k, v, scale, softcap, rule)
+        return rule, values, call_of(q, k, v, scale, softcap, rule, self._calls.grid)
 
     def as_sdpa(self) -> AbstractContextManager[None]:
         """Within this ``with``, `scaled_dot_product_attention` is `attention`: for models that take no argument more.

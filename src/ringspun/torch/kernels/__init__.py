@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from ringspun.errors import KernelRefused
 from ringspun.torch.kernels.aten_cpu import AtenCpu
+from ringspun.torch.kernels.aten_flash import AtenFlash
+from ringspun.torch.kernels.aten_fused import AtenCudnn, AtenEfficient
 from ringspun.torch.kernels.base import Call, Kernel, LoweredKernel
 from ringspun.torch.kernels.eager import Eager
 
-KERNELS: tuple[Kernel, ...] = (AtenCpu(), Eager())
+KERNELS: tuple[Kernel, ...] = (AtenCpu(), AtenFlash(), AtenEfficient(), Eager(), AtenCudnn())
 """In order of preference."""
+
+
+def kernels_on(device: str) -> tuple[Kernel, ...]:
+    """The kernels that compute on a kind of device, in order of preference."""
+    return tuple(k for k in KERNELS if k.devices is None or device in k.devices)
 
 
 def verdicts(call: Call, wanted: str | Kernel | None = None) -> list[tuple[str, str | None]]:
@@ -17,7 +24,7 @@ def verdicts(call: Call, wanted: str | Kernel | None = None) -> list[tuple[str, 
     Raises:
         KernelRefused: an unknown name.
     """
-    return [(kernel.name, kernel.refuses(call)) for kernel in _candidates(wanted)]
+    return [(kernel.name, kernel.refuses(call)) for kernel in _candidates(wanted, call.device)]
 
 
 def choose(call: Call, wanted: str | Kernel | None = None) -> Kernel:
@@ -27,7 +34,7 @@ def choose(call: Call, wanted: str | Kernel | None = None) -> Kernel:
         KernelRefused: an unknown name, or every candidate refuses; the message gives each reason.
     """
     reasons = []
-    for kernel in _candidates(wanted):
+    for kernel in _candidates(wanted, call.device):
         reason = kernel.refuses(call)
         if reason is None:
             return kernel
@@ -35,13 +42,28 @@ def choose(call: Call, wanted: str | Kernel | None = None) -> Kernel:
     raise KernelRefused("kernel must be able to do this call; all refuse: " + "; ".join(reasons) + ".")
 
 
-def _candidates(wanted: str | Kernel | None) -> tuple[Kernel, ...]:
+def _candidates(wanted: str | Kernel | None, device: str) -> tuple[Kernel, ...]:
     if isinstance(wanted, Kernel):
         return (wanted,)
-    found = tuple(k for k in KERNELS if wanted in (None, "auto", k.name))
+    if wanted in (None, "auto"):
+        return tuple(k for k in kernels_on(device) if not k.by_name_only)
+    found = tuple(k for k in KERNELS if k.name == wanted)
     if not found:
         raise KernelRefused(f"kernel must be one of {', '.join(k.name for k in KERNELS)}; got {wanted!r}.")
     return found
 
 
-__all__ = ["KERNELS", "AtenCpu", "Call", "Eager", "Kernel", "LoweredKernel", "choose", "verdicts"]
+__all__ = [
+    "KERNELS",
+    "AtenCpu",
+    "AtenCudnn",
+    "AtenEfficient",
+    "AtenFlash",
+    "Call",
+    "Eager",
+    "Kernel",
+    "LoweredKernel",
+    "choose",
+    "kernels_on",
+    "verdicts",
+]

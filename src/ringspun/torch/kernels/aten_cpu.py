@@ -49,6 +49,7 @@ class AtenCpu(Kernel):
     """
 
     name = "aten_cpu"
+    devices = ("cpu",)
     sizes = bands.Sizes()
 
     def refuses(self, call: Call) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringspun.core import tiles as tl
 from ringspun.torch.bias import BlockBias
+from ringspun.torch.kernels import windows
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Call:
     Args:
         heads, kv_heads: H and K. head_size, value_size: D and Dv. dtype: of q, k, v. device: "cpu", "cuda", ...
         scale: of the scores. softcap: their bound, 0 for none. bias: what kind is added to them, "" for none.
+        across_rings: whether the bits must be the same on rings of every size.
     """
 
     heads: int
@@ -38,6 +40,7 @@ class Call:
     scale: float = 1.0
     softcap: float = 0.0
     bias: str = ""
+    across_rings: bool = False
 
 
 class Block(NamedTuple):
@@ -143,11 +146,22 @@ class StepTiles:
         table, kinds = tl.lower(self.tiles)
         return [(list(map(int, row)), tl.Kind(kind)) for row, kind in zip(table, kinds, strict=True)]
 
+    @cached_property
+    def windows(self) -> list[windows.WindowCall]:
+        """The same pairs as calls of an op that knows windows, and sequences packed behind each other."""
+        return windows.calls(self.bands)
+
 
 class Kernel(ABC):
-    """Local attention over a list of tiles."""
+    """Local attention over a list of tiles.
+
+    Args:
+        devices: kinds of device that it computes on; None: any. by_name_only: whether nobody gets it who does not ask.
+    """
 
     name: str
+    devices: tuple[str, ...] | None = None
+    by_name_only: bool = False
 
     @abstractmethod
     def refuses(self, call: Call) -> str | None:
