@@ -7,10 +7,10 @@ yields partial results in a fixed order; whoever drives it merges them. New kern
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -128,9 +128,14 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTiles:
-    """The tiles of one step, lowered at most once."""
+    """The tiles of one step, lowered at most once.
+
+    Args:
+        kept: what kernels made of them, to find it again at the next call; keys begin with a kernel's name.
+    """
 
     tiles: tl.Tiles
+    kept: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def bands(self) -> list[list[int]]:
