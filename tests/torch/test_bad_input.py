@@ -179,7 +179,7 @@ def test_a_route_may_be_given_as_a_value():
 
 
 def test_kernels_refuse_with_every_reason():
-    with pytest.raises(KernelRefused, match="kernel must be one of aten_cpu, eager; got 'flash'"):
+    with pytest.raises(KernelRefused, match="kernel must be one of aten_cpu, eager, triton; got 'flash'"):
         make().attention(**fitting(), kernel="flash")
     with pytest.raises(KernelRefused, match="all refuse: aten_cpu: device must be cpu; got meta"):
         make().attention(**{name: x.to("meta") for name, x in fitting().items()}, kernel="aten_cpu")

@@ -1,7 +1,8 @@
 """What a kernel is: local attention over the tiles of one step, and an honest refusal of everything it cannot do.
 
 A kernel never sees a ring, a mask or a layout: it gets local queries, one block of keys and values, and tiles. It
-yields partial results in a fixed order; whoever drives it merges them. New kernel: one file, one subclass.
+yields partial results in a fixed order; whoever drives it merges them (`accumulate`, where kernels that keep a state of
+their own between steps are told of too). New kernel: one file, one subclass.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Saved(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention of some query rows over some keys. `lse` in the accumulators' dtype; every row saw at least one key."""
+    """Attention of some query rows over some keys. `lse` in the accumulators' dtype; a row that saw no key is 0 and
+    -inf, whatever the op behind it says of one."""
 
     rows: Rows
     out: Float[Tensor, "b H t Dv"]

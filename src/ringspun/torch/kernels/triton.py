@@ -50,21 +50,42 @@ class Launches:
     keys: Launch
 
 
-def launches(head_size: int, itemsize: int) -> Launches:
+ROOMY = 200 << 10
+"""Shared memory of a program (bytes) from which on the larger blocks fit. Data centre cards since Hopper have 227 K."""
+WIDE_BLOCKS = (
+    (64, Launches(Launch(128, 128, 8, 3), Launch(128, 64, 8, 3), Launch(32, 128, 8, 3))),
+    (128, Launches(Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(32, 128, 8, 2))),
+    (256, Launches(Launch(128, 32, 8, 2), Launch(64, 32, 8, 2), Launch(32, 64, 8, 1))),
+)
+NARROW_BLOCKS = (
+    (64, Launches(Launch(128, 64, 8, 2), Launch(128, 64, 8, 2), Launch(32, 128, 8, 2))),
+    (128, Launches(Launch(128, 32, 8, 2), Launch(64, 32, 8, 2), Launch(32, 64, 8, 2))),
+    (256, Launches(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(16, 32, 8, 1))),
+)
+FLOAT32_BLOCKS = (
+    (128, Launches(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1))),
+    (256, Launches(Launch(16, 32, 8, 1), Launch(16, 32, 8, 1), Launch(16, 16, 8, 1))),
+)
+"""Of head sizes up to so many columns. Chosen by what the compiler says of registers spilled and shared memory for
+capabilities 9.0 and 10.0, and 8.0 and 8.9; no card was at hand. float32 has no tensor cores here, and fits anywhere."""
+
+
+def launches(head_size: int, itemsize: int, shared_bytes: int) -> Launches:
     """By table. Not by trial: a stopwatch would choose other blocks on another day, and so other bits.
 
     Args:
-        head_size: the larger of those of q and v. itemsize: of their dtype (bytes); 4 is float32, which uses no tensor
-            cores here.
+        head_size: the larger of those of q and v. itemsize: of their dtype (bytes). shared_bytes: that a program of
+            the device may have.
     """
-    if itemsize == 4:
-        small = Launch(32, 32, 4, 1)
-        return Launches(small, small, small) if head_size <= 128 else Launches(*[Launch(16, 32, 4, 1)] * 3)
-    if head_size <= 64:
-        return Launches(Launch(128, 64, 4, 3), Launch(128, 64, 4, 3), Launch(64, 128, 4, 3))
-    if head_size <= 128:
-        return Launches(Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 128, 8, 2))
-    return Launches(Launch(128, 32, 8, 2), Launch(64, 32, 8, 1), Launch(32, 64, 8, 1))
+    table = FLOAT32_BLOCKS if itemsize == 4 else WIDE_BLOCKS if shared_bytes >= ROOMY else NARROW_BLOCKS
+    return next(found for most, found in table if head_size <= most)
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 class Triton(AccumulatingKernel):
@@ -149,8 +170,8 @@ class Triton(AccumulatingKernel):
             )  # fmt: skip
 
     def _cut(self, block: Block) -> Launches:
-        size = max(block.q.shape[-1], block.v.shape[-1])
-        return self._launches or launches(size, block.q.element_size())
+        size, q = max(block.q.shape[-1], block.v.shape[-1]), block.q
+        return self._launches or launches(size, q.element_size(), _shared_bytes(q.device))
 
     def _list(self, tiles: StepTiles, size: int, turned: bool, device: torch.device) -> _DeviceList | None:
         key = self.name, size, turned, device
@@ -220,7 +241,8 @@ def _shared(block: Block) -> dict[str, Any]:
 
 
 def _of_launch(cut: Launch) -> dict[str, int]:
-    return {"ROWS": cut.rows, "KEYS": cut.keys, "num_warps": cut.warps, "num_stages": cut.stages}
+    how = {"num_warps": cut.warps, "num_stages": cut.stages, "enable_fp_fusion": True}
+    return {"ROWS": cut.rows, "KEYS": cut.keys, **how}
 
 
 def _wide(size: int) -> int:
