@@ -19,7 +19,7 @@ from ringspun.core.geometry import Geometry
 from ringspun.core.route import Ring
 from ringspun.core.route.base import Action, MessageColumn
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.torch.kernels import KERNELS
+from ringspun.torch.kernels import KERNELS, ON_REQUEST
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/models.md", "docs/migration.md")
@@ -94,7 +94,7 @@ def test_the_support_table_names_everything_and_nothing_else():
         real = {x.__name__ for x in exported if isinstance(x, type) and issubclass(x, base) and x is not base}
         assert set(re.findall(r"`([A-Z]\w+)`", line)) == real
     (line,) = re.findall(r"^\| kernels \| (.*) \|$", page, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", line)) == {kernel.name for kernel in KERNELS}
+    assert set(re.findall(r"`(\w+)`", line)) == {kernel.name for kernel in (*KERNELS, *ON_REQUEST)}
 
 
 def test_every_row_of_the_mask_table_is_that_mask():

@@ -126,6 +126,18 @@ def test_random_bands_equal_eager(steps, heads, sizes, scale, softcap, kernel, s
         torch.testing.assert_close(x, right[name], rtol=0, atol=2e-6 * float(size), msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("offset", range(SMALL.rows))
+def test_bounds_at_every_offset_of_a_block(offset):
+    """A block taken for one that all rows see, but for one pair: bounds meet the edges of blocks at every distance."""
+    q, k, v, dout = (torch.randn(1, 1, 64, 16) for _ in range(4))
+    dlse = torch.randn(1, 1, 64)
+    for lo, hi in ((-offset, 63), (-63, offset), (offset - 8, offset + 33)):
+        steps = [StepTiles(np.array([[0, -1, 0, 64, 0, 64, lo, hi]]))]
+        found, right = (of_steps(one, Block(q, k, v, 0.25), dout, dlse, steps) for one in (KERNEL, Eager()))
+        for name, x in found.items():
+            torch.testing.assert_close(x, right[name], rtol=0, atol=1e-5, msg=f"{lo} to {hi}: {name}")
+
+
 def test_queries_of_another_length_than_keys_and_one_row():
     for q_len, k_len in ((1, 33), (33, 1), (17, 16)):
         q, k, v = torch.randn(1, 2, q_len, 16), torch.randn(1, 1, k_len, 16), torch.randn(1, 1, k_len, 8)

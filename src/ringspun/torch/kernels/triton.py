@@ -222,7 +222,7 @@ class _State(Accumulator):
             with _on(acc):
                 _code().finish[-(-rows // ROWS_OF_FINISH),](
                     acc, self._m, self._l, sinks, out, rows, shape[2], shape[1], ROWS=ROWS_OF_FINISH, E=size,
-                    WIDE_E=_wide(size), SINKS=sinks is not None,
+                    WIDE_E=padded(size), SINKS=sinks is not None,
                 )  # fmt: skip
         return out, self._m
 
@@ -237,7 +237,7 @@ def _shared(block: Block) -> dict[str, Any]:
     """What all launches are specialised by."""
     d, e = block.q.shape[-1], block.v.shape[-1]
     group = block.q.shape[1] // block.k.shape[1]
-    return {"GROUP": group, "D": d, "E": e, "WIDE_D": _wide(d), "WIDE_E": _wide(e), "SOFTCAP": block.softcap > 0}
+    return {"GROUP": group, "D": d, "E": e, "WIDE_D": padded(d), "WIDE_E": padded(e), "SOFTCAP": block.softcap > 0}
 
 
 def _of_launch(cut: Launch) -> dict[str, int]:
@@ -245,7 +245,7 @@ def _of_launch(cut: Launch) -> dict[str, int]:
     return {"ROWS": cut.rows, "KEYS": cut.keys, **how}
 
 
-def _wide(size: int) -> int:
+def padded(size: int) -> int:
     """Columns of a block: a power of two, and as many as a product takes at least."""
     return max(16, 1 << (size - 1).bit_length())
 
