@@ -138,15 +138,15 @@ class Triton(AccumulatingKernel):
             for h, hull, size in ((heads, rows, d), (kv_heads, keys, d), (kv_heads, keys, e))
         )
         known = [x for one in (q, k, v, dout, saved.lse, saved.delta) for x in (one, one.stride()[:3])]
-        score, shared = _score(block), _shared(block)
+        score, shared = (*_score(block), float(block.scale)), _shared(block)
         code = _code()
         with _on(q):
             code.backward_of_queries[lists[0].blocks, heads, b](
-                *known, dq, rows.start, rows.stop, *lists[0].tensors, q.shape[2], *score, block.scale, **shared,
+                *known, dq, rows.start, rows.stop, *lists[0].tensors, q.shape[2], *score, **shared,
                 **_of_launch(cut.queries),
             )  # fmt: skip
             code.backward_of_keys[lists[1].blocks, kv_heads, b](
-                *known, dk, dv, keys.start, keys.stop, *lists[1].tensors, k.shape[2], *score, block.scale, **shared,
+                *known, dk, dv, keys.start, keys.stop, *lists[1].tensors, k.shape[2], *score, **shared,
                 **_of_launch(cut.keys),
             )  # fmt: skip
         everybody = slice(0, None)
@@ -208,8 +208,8 @@ class _State(Accumulator):
     def __init__(self, kernel: Triton, result: Result) -> None:
         self._kernel, self._result, shape = kernel, result, result.shape
         self._acc = result.room(shape, torch.float32)
-        self._m = torch.full(shape[:-1], -torch.inf, device=result.device)
-        self._l = torch.zeros(shape[:-1], device=result.device)
+        self._m = torch.full(shape[:-1], -torch.inf, dtype=torch.float32, device=result.device)
+        self._l = torch.zeros(shape[:-1], dtype=torch.float32, device=result.device)
 
     def step(self, block: Block, tiles: StepTiles, heads: slice) -> None:
         self._kernel.step((self._acc[:, heads], self._m[:, heads], self._l[:, heads]), block, tiles)
@@ -219,6 +219,7 @@ class _State(Accumulator):
         out = acc if dtype == acc.dtype else torch.empty(shape, dtype=dtype, device=acc.device)
         rows, size = self._m.numel(), shape[-1]
         if rows:
+            sinks = None if sinks is None else sinks.contiguous()
             with _on(acc):
                 _code().finish[-(-rows // ROWS_OF_FINISH),](
                     acc, self._m, self._l, sinks, out, rows, shape[2], shape[1], ROWS=ROWS_OF_FINISH, E=size,

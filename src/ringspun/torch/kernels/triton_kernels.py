@@ -24,6 +24,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 DOT = tl.constexpr("ieee")  # float32 products are float32's, not TF32's
+LENGTHS = ["tokens", "rows", "hull_first", "hull_last"]
+"""Plain numbers to the compiler, which would make variants of a kernel for those that are 1 or divide by 16."""
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def _allowed(row, other, inside, r0, r1, lo, hi):
     return (behind >= lo) & (behind <= hi) & ((row >= r0) & (row < r1))[:, None] & inside[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def forward(
     q, q_step, k, k_step, v, v_step, acc, m, l, state_step, tiles, blocks, offsets, order, tokens, inner, outer,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -127,7 +129,7 @@ def forward(
     tl.store(acc_at, found, mask=here[:, None] & fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def finish(
     acc, m, l, sinks, out, rows, tokens, heads,
     ROWS: tl.constexpr, E: tl.constexpr, WIDE_E: tl.constexpr, SINKS: tl.constexpr,
@@ -166,7 +168,7 @@ def _weights(score, lse, dp, delta, inner, outer, SOFTCAP: tl.constexpr):
     return p, p * (dp - delta) * slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_of_queries(
     q, q_step, k, k_step, v, v_step, dout, dout_step, lse, lse_step, delta, delta_step, dq, hull_first, hull_last,
     tiles, blocks, offsets, order, tokens, inner, outer, scale,
@@ -213,7 +215,7 @@ def backward_of_queries(
     tl.store(dq + first_row * D + local[:, None] * D + column[None, :], found * scale, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_of_keys(
     q, q_step, k, k_step, v, v_step, dout, dout_step, lse, lse_step, delta, delta_step, dk, dv, hull_first, hull_last,
     tiles, blocks, offsets, order, tokens, inner, outer, scale,
