@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: env demo test lint check gpu-check support-table pictures bench peers faults soak mutation clean
+.PHONY: env demo test lint check gpu-check triton-check support-table pictures bench peers faults soak mutation clean
 env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -59,6 +59,12 @@ soak: env
 # Slow (10 minutes on 2 cores). Plants 300 faults in the core, one at a time, and shows which of them no test notices.
 mutation: env
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutation.py
+
+# Minutes. Interprets the Triton kernels on the CPU, in float32, and compiles them for cards that need not be there.
+triton-check: env
+	$(BIN)/pip install --quiet --disable-pip-version-check triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/torch/test_triton.py
+	$(BIN)/python benchmarks/triton_compile.py
 
 lint: env
 	$(BIN)/ruff check src tests benchmarks examples

@@ -204,8 +204,10 @@ def test_who_gets_what_on_a_gpu():
     ):
         assert choose(replace(CALL, **change)).name == name
         assert choose(replace(CALL, **change), "auto").name == name
-    assert choose(CALL, "aten_cudnn").name == "aten_cudnn" and [k.name for k in KERNELS if k.by_name_only] == [
-        "aten_cudnn"
+    assert choose(CALL, "aten_cudnn").name == "aten_cudnn"
+    assert [k.name for k in KERNELS if k.by_name_only] == [
+        "aten_cudnn",
+        "triton",
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ringspun.core.route.base import OWN, Moment, StepColumn
@@ -16,9 +17,10 @@ from ringspun.steplog import What
 from ringspun.torch.buffers import Leases
 from ringspun.torch.drivers.base import RankProgram
 from ringspun.torch.job import Job, Part
+from ringspun.torch.kernels import accumulate
+from ringspun.torch.kernels.accumulate import Result
 from ringspun.torch.kernels.base import Gradients, Rows, Saved, accumulator_dtype
 from ringspun.torch.mail import Mail
-from ringspun.torch.softmax import RunningSoftmax
 from ringspun.torch.sums import RowSum, add_to
 
 
@@ -26,23 +28,18 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> RankProgram[tuple[Tens
     """Local attention of local queries ``[B, H, T, D]`` over all keys: ``(out [B, H, T, Dv], lse [B, H, T])``."""
     one, dtype = job.one, accumulator_dtype(q.dtype)
     mail, leases = Mail(job, (k, v)), Leases(job.pool, q.device)
-    running = RunningSoftmax((*q.shape[:-1], v.shape[-1]), dtype, q.device, leases.room(dtype, q.dtype))
+    shape = torch.Size((*q.shape[:-1], v.shape[-1]))
+    found = accumulate.start(job.kernel, Result(shape, q.dtype, q.device, leases.room(dtype, q.dtype)))
     for step, row in enumerate(one.steps):
         part = job.part(step, row)
         yield from mail.arrive(step, row, part)
         mail.note(What.COMPUTE, step, source=job.owner(step, row))
         operands = q[:, part.heads], *mail.block(row, part)
-        block, mine = job.block(part, int(row[StepColumn.SOURCE]), operands), running.of_heads(part.heads)
-        for rows, out, lse in job.kernel.forward(block, part.tiles):
-            mine.add(rows, out, lse)
-            del out, lse  # not kept while the next are made
+        found.step(job.block(part, int(row[StepColumn.SOURCE]), operands), part.tiles, part.heads)
         mail.release(step, 2)
         yield from mail.finish(step)
     yield from mail.close()
-    if job.terms.sinks is not None:
-        for own in job.parts:
-            running.add_sinks(job.terms.sinks, own)
-    results = running.out.to(q.dtype), running.lse
+    results = found.finish(job.terms.sinks, job.parts)
     leases.close()
     return results
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+
 from ringspun.errors import KernelRefused
 from ringspun.torch.kernels.aten_cpu import AtenCpu
 from ringspun.torch.kernels.aten_flash import AtenFlash
 from ringspun.torch.kernels.aten_fused import AtenCudnn, AtenEfficient
 from ringspun.torch.kernels.base import Call, Kernel, LoweredKernel
 from ringspun.torch.kernels.eager import Eager
+from ringspun.torch.kernels.triton import Triton
 
-KERNELS: tuple[Kernel, ...] = (AtenCpu(), AtenFlash(), AtenEfficient(), Eager(), AtenCudnn())
+KERNELS: tuple[Kernel, ...] = (AtenCpu(), AtenFlash(), AtenEfficient(), Eager(), AtenCudnn(), Triton())
 """In order of preference."""
+FASTER: dict[str, frozenset[str]] = {"triton": frozenset()}
+"""Names of the devices (`torch.cuda.get_device_name`) on which a results file of `make gpu-check`, in
+benchmarks/results, shows a kernel that is else taken by name alone to be the fastest: there it is asked first."""
 
 
 def kernels_on(device: str) -> tuple[Kernel, ...]:
@@ -46,14 +52,22 @@ def _candidates(wanted: str | Kernel | None, device: str) -> tuple[Kernel, ...]:
     if isinstance(wanted, Kernel):
         return (wanted,)
     if wanted in (None, "auto"):
-        return tuple(k for k in kernels_on(device) if not k.by_name_only)
+        own = tuple(k for k in kernels_on(device) if not k.by_name_only)
+        return *(k for k in kernels_on(device) if _measured_faster(k.name, device)), *own
     found = tuple(k for k in KERNELS if k.name == wanted)
     if not found:
         raise KernelRefused(f"kernel must be one of {', '.join(k.name for k in KERNELS)}; got {wanted!r}.")
     return found
 
 
+def _measured_faster(kernel: str, device: str) -> bool:
+    """Whether on this rank's device; where ranks have different ones they agree on the kernel, or are told."""
+    names = FASTER.get(kernel, frozenset())
+    return bool(names) and device == "cuda" and torch.cuda.get_device_name() in names
+
+
 __all__ = [
+    "FASTER",
     "KERNELS",
     "AtenCpu",
     "AtenCudnn",
@@ -63,6 +77,7 @@ __all__ = [
     "Eager",
     "Kernel",
     "LoweredKernel",
+    "Triton",
     "choose",
     "kernels_on",
     "verdicts",

@@ -1,16 +1,17 @@
 """What a kernel is: local attention over the tiles of one step, and an honest refusal of everything it cannot do.
 
 A kernel never sees a ring, a mask or a layout: it gets local queries, one block of keys and values, and tiles. It
-yields partial results in a fixed order; whoever drives it merges them. New kernel: one file, one subclass.
+yields partial results in a fixed order; whoever drives it merges them (`accumulate`, where kernels that keep a state of
+their own between steps are told of too). New kernel: one file, one subclass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -111,7 +112,8 @@ class Saved(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention of some query rows over some keys. `lse` in the accumulators' dtype; every row saw at least one key."""
+    """Attention of some query rows over some keys. `lse` in the accumulators' dtype; a row that saw no key is 0 and
+    -inf, whatever the op behind it says of one."""
 
     rows: Rows
     out: Float[Tensor, "b H t Dv"]
@@ -131,9 +133,14 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTiles:
-    """The tiles of one step, lowered at most once."""
+    """The tiles of one step, lowered at most once.
+
+    Args:
+        kept: what kernels made of them, to find it again at the next call; keys begin with a kernel's name.
+    """
 
     tiles: tl.Tiles
+    kept: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def bands(self) -> list[list[int]]:
