@@ -1,9 +1,9 @@
 """Streams where there is no GPU: they say in which order a device would work, and find what it might do at once.
 
 Every stream has a clock, and an event keeps what its stream knew of all clocks; so of any two pieces of work it is
-known whether one must be over before the other begins. Ops of torch are noted with the memory that they read and write, on
-the stream that is current (`Watch`), messages on a stream of the backend's own (`WatchedNccl`); two that touch the same
-bytes, one of them writing, and in no order, are a race. On the CPU all of it is done at once, so numbers are right too.
+known whether one must be over before the other begins. Ops of torch are noted with the memory that they read and write,
+on the stream that is current (`Watch`), messages on a stream of the backend's own (`WatchedNccl`); two that touch the
+same bytes, one of them writing, and in no order, are a race. On the CPU all is done at once, so numbers are right too.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_a_wrong_message_is_an_error_when_all_is_queued_and_breaks_the_ring(fake
 def test_a_device_that_does_not_come_to_the_flag_is_a_peer_that_is_late(fake_group):
     driver = WatchedNccl(fake_group, timeout_s=0.02)
     driver.streams.done = False
-    with pytest.raises(PeerError, match=r"all messages before call 0 must finish within 0.02 s; got nothing"):
+    with pytest.raises(PeerError, match=r"all messages of the call must finish within 0\.02 s; got nothing"):
         driver.run([a_call(marks())])
 
 

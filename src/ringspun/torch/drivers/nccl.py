@@ -33,6 +33,7 @@ from ringspun.torch.drivers.streams import CudaStreams, Event, Streams
 SPIN_S = 1e-3
 POLL_S = 5e-5
 """A wait asks for its event again and again; after `SPIN_S` it sleeps in between."""
+ALL = "all messages of the call"
 OF_GROUP = 0.9
 """Of the group's own timeout: at its end torch's watchdog ends the process."""
 
@@ -116,20 +117,24 @@ class Nccl(GroupDriver):
         self._verdict, self._seen = verdict, self._streams.current().record_event()
 
     def _conclude(self) -> None:
-        verdict, seen, streams = self._verdict, self._seen, self._streams
-        if verdict is None or seen is None:
-            return
-        streams.own.wait_event(seen)
+        with self._logged(ALL):  # of ranks that no message came to as well: collectives are counted alike on all
+            verdict = self._verdict
+            if verdict is None or not self._is_up(verdict):
+                return
+        verdict.judge()
+
+    def _is_up(self, verdict: Verdict) -> bool:
+        """The flag of a verdict, waited for here."""
+        assert self._seen is not None
+        streams = self._streams
+        streams.own.wait_event(self._seen)
         with streams.on(streams.own):
             flag = verdict.flag()
             told = streams.host(flag.shape, flag.dtype)
             told.copy_(flag, non_blocking=True)
             read = streams.own.record_event()
-        what = f"all messages {self._log.place}"
-        with self._logged(what):
-            self._guarded(lambda: self._poll(read), what)
-        if told:
-            verdict.judge()
+        self._guarded(lambda: self._poll(read), ALL)
+        return bool(told)
 
     # -- agreements and other collectives ------------------------------------------------------------------------------
 
