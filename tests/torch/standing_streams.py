@@ -82,6 +82,7 @@ class StandingStreams(Streams):
         self.caller, self.own, self.nccl = (StandingStream(name, self) for name in ("caller", "own", "nccl"))
         self._now = [self.caller]
         self._memory: dict[int, _Bytes] = {}
+        self._hosts: dict[int, Tensor] = {}
 
     def current(self) -> StandingStream:
         return self._now[-1]
@@ -93,7 +94,9 @@ class StandingStreams(Streams):
         self._now.pop()
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(torch.Size(shape), dtype=dtype)
+        told = torch.empty(torch.Size(shape), dtype=dtype)
+        self._hosts[told.untyped_storage()._cdata] = told  # nobody reads it before an event has come
+        return told
 
     @property
     def capturing(self) -> bool:
@@ -104,7 +107,7 @@ class StandingStreams(Streams):
         time = stream.tick()
         for x, writing in [(x, False) for x in reads] + [(x, True) for x in writes]:
             storage = x.untyped_storage()
-            if not storage.nbytes() or x.device != self.device:
+            if not storage.nbytes() or x.device != self.device or storage._cdata in self._hosts:
                 continue
             held = self._memory.setdefault(storage._cdata, _Bytes(storage))
             others = [held.wrote] if held.wrote else []
@@ -133,6 +136,8 @@ class Watch(TorchDispatchMode):
         for argument, value in given:
             written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if written else reads).extend(x for x in tree_leaves(value) if isinstance(x, Tensor))
+        if func.namespace == "c10d":  # noted as messages
+            return found
         if not all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):  # no view
             writes += [x for x in tree_leaves(found) if isinstance(x, Tensor)]
             self.streams.touch(self.streams.current(), str(func), reads, writes)
