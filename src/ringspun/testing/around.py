@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ringspun.torch.drivers import Driver
@@ -33,6 +34,9 @@ class Around(Driver):
 
     def clock(self, ring_rank: int) -> Callable[[], float] | None:
         return self.driver.clock(ring_rank)
+
+    def defers(self, device: torch.device) -> bool:
+        return self.driver.defers(device)
 
     def agree(self, topic: str, digest: bytes, fields: dict[str, str], failure: Exception | None = None) -> None:
         self.driver.agree(topic, digest, fields, failure)

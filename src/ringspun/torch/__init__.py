@@ -10,7 +10,7 @@ except ImportError as problem:  # pragma: no cover
 from ringspun.torch.bias import Alibi, RelativeTable
 from ringspun.torch.checkpointing import keep_attention
 from ringspun.torch.context import ContextParallel
-from ringspun.torch.drivers import Gloo, Loopback
+from ringspun.torch.drivers import Gloo, Loopback, Nccl
 from ringspun.torch.functional import blockwise_attention, ring_attention
 from ringspun.torch.partition import Partition
 from ringspun.torch.plan import Plan
@@ -23,6 +23,7 @@ __all__ = [
     "ContextParallel",
     "Gloo",
     "Loopback",
+    "Nccl",
     "Partition",
     "Plan",
     "RelativeTable",

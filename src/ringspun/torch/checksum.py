@@ -31,17 +31,28 @@ def checksum(data: Tensor) -> int:
     return value - (value >> 63 << 64)
 
 
+def checksum_there(data: Tensor) -> Tensor:
+    """`checksum` as an int64 ``[1]`` on the data's device: nobody waits for it."""
+    if data.device.type == "cpu":
+        return torch.tensor([checksum(data)])
+    return _weighted_total(data).view(1)
+
+
 def weighted_sum(data: Tensor) -> int:
     """The same on any device: the sum of 32-bit words times odd pseudo-random 64-bit weights, modulo 2 ** 64.
 
     One damaged word is always found. Any given damage to more words of a block is missed by at most one choice of
     weights in 2 ** 32, damage at random once in 2 ** 63: words half as long as weights leave no high bits that cancel.
     """
+    return int(_weighted_total(data))
+
+
+def _weighted_total(data: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     weights = _weights(data.device)
     for words in torch.split(data.view(torch.int32), BLOCK):
         total = total * FACTOR + (words.to(torch.int64) * weights[: words.numel()]).sum()
-    return int(total)
+    return total
 
 
 @cache

@@ -56,9 +56,9 @@ class ContextParallel:
     """A ring of ranks that together hold one sequence (context parallelism; its size is what others call `cp_size`).
 
     Args:
-        group: a gloo process group (any world ranks; its order is the ring's order), a `DeviceMesh` of one dimension or
-            of two, ``("ring", "ulysses")`` in either order, a `Loopback`, or None: the default group, or this process
-            alone where torch.distributed is not initialised.
+        group: a process group of gloo or nccl (any world ranks; its order is the ring's order), a `DeviceMesh` of one
+            dimension or of two, ``("ring", "ulysses")`` in either order, a `Loopback`, or None: the default group, or
+            this process alone where torch.distributed is not initialised.
         layout: the rule that deals tokens to ranks. route: how blocks travel: a `Route` or its string (``"ring"``,
             ``"direct"``, ``"bidirectional"``, ``"double_ring(4)"``; see docs/routes.md); "auto": the ring, or what is
             over soonest on `links`.

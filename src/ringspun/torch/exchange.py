@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from ringspun.torch.drivers import Driver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.kernels.base import accumulator_dtype
 from ringspun.torch.swap import Swap, swapped
+from ringspun.torch.uploads import uploaded
 
 TOPIC = "an exchange of heads"
 
@@ -104,7 +106,7 @@ class Exchange:
             ]
             return Swap(Payload.HEADS, rank, mine, row, sent, shapes, put)
 
-        return made, self._run(of_rank, kinds, of)
+        return made, self._run(of_rank, kinds, xs[0].device, of)
 
     def to_rows(
         self, ys: Sequence[Tensor], kinds: Sequence[Kind], split: HeadSplit, asked: dict[str, str], of: int | None
@@ -143,16 +145,17 @@ class Exchange:
             ]
             return Swap(Payload.HEADS, rank, mine, row, sent, shapes, put)
 
-        number = self._run(of_rank, kinds, of)
+        number = self._run(of_rank, kinds, first[0].device, of)
         return [x.to(y.dtype) for x, y in zip(made, first, strict=True)], number
 
-    def _run(self, of_rank: Callable[[int], Swap], kinds: Sequence[Kind], of: int | None) -> int:
+    def _run(self, of_rank: Callable[[int], Swap], kinds: Sequence[Kind], device: torch.device, of: int | None) -> int:
         state = self.driver.state
         number, state.calls = state.calls, state.calls + 1
         phase = 0 if of is None else 1 + of  # as in a ring: ranks must not go backward through different calls
         ranks = zip(self.driver.ring_ranks, state.logs, strict=True)
         numbers = [kind.message for kind in kinds]
-        told = self.plan_id, number, phase, self.checks.sums(number)
+        deferred = self.driver.defers(device)
+        told = self.plan_id, number, phase, self.checks.sums(number), deferred
         self.driver.run([swapped(of_rank(rank), numbers, self.pool, *told, log) for rank, log in ranks])
         return number
 
@@ -249,7 +252,7 @@ def _folded(y: Tensor, split: HeadSplit, ulysses_rank: int) -> Tensor:
     if copies == tuple(range(span)):
         return y
     wide = y.new_zeros((y.shape[0], span, *y.shape[2:]), dtype=accumulator_dtype(y.dtype))
-    wide.index_add_(1, torch.tensor(copies, device=y.device), y.to(wide.dtype))
+    wide.index_add_(1, uploaded(np.array(copies), y.device), y.to(wide.dtype))
     return wide.to(y.dtype)
 
 

@@ -29,6 +29,7 @@ from ringspun.torch.kernels import Call, Kernel, choose
 from ringspun.torch.kernels.base import Rows, Saved, StepTiles, Terms, accumulator_dtype
 from ringspun.torch.ops import Grads
 from ringspun.torch.scraps import scraps
+from ringspun.torch.uploads import uploaded
 
 TOPIC = "an attention call"
 BACKWARD_TOPIC = "a backward call"
@@ -160,12 +161,12 @@ class Calls:
         phase, sums = 0 if of is None else 1 + of, self.checks.sums(number)
         walks = self._walks_of(bool(kept.numel()) if of is None else self.side(wire))
         parts = torch.split(kept, [s.kept_bytes(wire) for s in self.schedules]) if kept.numel() else [kept] * len(walks)
-        jobs = []
+        jobs, deferred = [], self.driver.defers(q.device)
         meters = (None,) * len(self.schedules) if phase or not self.meters else self.meters
         for schedule, walk, log, meter, mine in zip(self.schedules, walks, state.logs, meters, parts, strict=True):
             bias = None if rule is None else self._bias(q, rule, terms.bias, walk)
             what = schedule, walk.one, walk.blocks, walk.tiles, kernel, wire, self.pool, terms, bias
-            jobs.append(Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter, mine))
+            jobs.append(Job(*what, self.plan_id, number, phase, log, self.sync_steps, sums, meter, deferred, mine))
         return jobs
 
     def _bias(self, q: Tensor, rule: Rule, values: Tensor | None, walk: Walk) -> RankBias:
@@ -173,11 +174,11 @@ class Calls:
         going, staying = self.sides.keys, self.sides.queries
         if walk.one.side == Side.QUERIES:
             going, staying = staying, going
-        own = torch.from_numpy(staying.positions(blocks.ring_rank)).to(q.device)
+        own = uploaded(staying.positions(blocks.ring_rank), q.device)
 
         @lru_cache(maxsize=1)
         def positions(block: int) -> tuple[Tensor, Tensor]:
-            theirs = torch.from_numpy(blocks.positions(block, going)).to(q.device)
+            theirs = uploaded(blocks.positions(block, going), q.device)
             return (own, theirs) if walk.one.side == Side.KEYS else (theirs, own)
 
         return RankBias(rule, values.to(accumulator_dtype(q.dtype)), positions)

@@ -17,8 +17,9 @@ from ringspun.core.degrees import Degrees, Inner
 from ringspun.core.host import is_integer
 from ringspun.core.links import Links
 from ringspun.errors import PlanError
-from ringspun.torch.drivers import Driver, Gloo, Loopback
+from ringspun.torch.drivers import Driver, Gloo, GroupDriver, Loopback, Nccl
 from ringspun.torch.drivers.base import digest_of
+from ringspun.torch.drivers.group import backends, meeting_device
 from ringspun.torch.drivers.part import CountsOfPart, Part
 
 AXES = ("ring", "ulysses")
@@ -100,10 +101,21 @@ def _driver(group: Any, timeout_s: float) -> Driver:
         )
     if dist.get_world_size(group) == 1:
         return Loopback(1)
-    backend = str(dist.get_backend(group))
-    if "gloo" not in backend:
-        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
-    return Gloo(group, timeout_s=timeout_s)
+    return over_group(group, timeout_s)
+
+
+def over_group(group: dist.ProcessGroup, timeout_s: float) -> GroupDriver:
+    """The driver of a group's backend. Of nccl collective, once for a group.
+
+    Raises:
+        PlanError: it has another.
+    """
+    found = backends(group)
+    if found.get("cuda") == "nccl":
+        return Nccl(group, timeout_s=timeout_s)
+    if found.get("cpu") == "gloo":
+        return Gloo(group, timeout_s=timeout_s)
+    raise PlanError(f"group must use gloo for CPUs or nccl for CUDA; got {found}.")
 
 
 def drivers_of_rings(driver: Driver, degrees: Degrees, timeout_s: float) -> tuple[Driver, ...]:
@@ -121,7 +133,7 @@ def drivers_of_rings(driver: Driver, degrees: Degrees, timeout_s: float) -> tupl
         return tuple(Part(driver, ring) for ring in rings)
     order = driver.ranks if isinstance(driver, Part) else tuple(range(driver.size))
     whole = driver.whole if isinstance(driver, Part) else driver
-    if not isinstance(whole, Gloo):
+    if not isinstance(whole, GroupDriver):
         raise PlanError(f"ulysses must come with a group, a mesh or a Loopback; got {type(driver).__name__}.")
     driver.agree("two degrees", digest_of(str(degrees)), {"degrees": str(degrees)})
     if degrees.ring == 1:
@@ -133,7 +145,7 @@ def drivers_of_rings(driver: Driver, degrees: Degrees, timeout_s: float) -> tupl
 
     made = _over([world[order[rank]] for rank in ring], whole.group, timeout_s, most)
     of_group = made.whole if isinstance(made, Part) else made
-    assert isinstance(of_group, Gloo)
+    assert isinstance(of_group, GroupDriver)
     made.counts = of_group.counts = CountsOfPart(driver.counts, ring)
     of_group.breaks, whole.breaks = (whole,), (*whole.breaks, of_group)
     return (made,)
@@ -177,7 +189,7 @@ def _of_two(ring_group: Any, ulysses_group: Any, timeout_s: float) -> tuple[Driv
 
 def _gathered(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """As many integers of every rank. Collective."""
-    brought = torch.tensor(mine)
+    brought = torch.tensor(mine, device=meeting_device(group))
     found = [torch.empty_like(brought) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, brought, group=group)
     return [one.tolist() for one in found]
@@ -196,13 +208,16 @@ def _most(groups: Sequence[dist.ProcessGroup], number: int) -> int:
     Args:
         groups: this rank's ring, and the ranks that split heads with it.
     """
-    largest = torch.tensor([number])
     for group in groups:
+        largest = torch.tensor([number], device=meeting_device(group))
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
+        number = int(largest)
+    return number
 
 
-def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float, most: Callable[[int], int]) -> Gloo | Part:
+def _over(
+    ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float, most: Callable[[int], int]
+) -> GroupDriver | Part:
     """A driver over world ranks, in their order, of the kind of a group that is there. Collective among them, at first:
     there is one group for the same ranks beside the same group, however many contexts are made.
 
@@ -210,11 +225,16 @@ def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float, mos
         most: the largest of the numbers that these ranks bring, or that more ranks bring. Collective.
     """
     backend, ordered = str(dist.get_backend(beside)), tuple(sorted(ranks))
-    if "gloo" not in backend:
-        raise PlanError(f"group must use the gloo backend; got {backend!r}. Other backends are not supported yet.")
     made = _groups.setdefault(beside, weakref.WeakValueDictionary())
     group = made.get(ordered)
     if group is None:
+        bound = dist.distributed_c10d._get_default_group().bound_device_id
+        if "nccl" in backends(beside).values() and bound is not None:
+            raise PlanError(
+                "init_process_group must come without device_id where two degrees over nccl need groups of their own; "
+                f"got {bound}. torch would split the bound communicator for them, which "
+                "takes every rank of the job at once."
+            )
         # torch names such a group by its ranks and by how many groups a rank is in already, and ranks wait for each
         # other under that name, for half an hour: who is in fewer joins groups of its own alone
         mine = len(dist.distributed_c10d._world.pg_names)
@@ -222,7 +242,7 @@ def _over(ranks: Sequence[int], beside: dist.ProcessGroup, timeout_s: float, mos
             dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
         group = dist.new_group(list(ordered), backend=backend, use_local_synchronization=True)
         made[ordered] = group
-    driver = Gloo(group, timeout_s=timeout_s)
+    driver = over_group(group, timeout_s)
     return driver if ordered == tuple(ranks) else Part(driver, [ordered.index(rank) for rank in ranks])
 
 

@@ -29,6 +29,7 @@ from ringspun.torch.kernels.base import accumulator_dtype
 from ringspun.torch.ops import HALOS, KEPT_PER_CONTEXT
 from ringspun.torch.recent import Recent
 from ringspun.torch.swap import Swap, swapped
+from ringspun.torch.uploads import uploaded
 
 if TYPE_CHECKING:
     from ringspun.torch.context import ContextParallel
@@ -90,26 +91,26 @@ class Exchange:
         """
         self._agree(TOPIC, x, dim)
         wide = x.new_zeros(_resized(x, dim, self.width))
-        kept, rows = self._kept.to(x.device), self.rows[self._kept].to(x.device)
+        kept, rows = uploaded(self._kept, x.device), uploaded(self.rows[self._kept], x.device)
         wide.index_copy_(dim, rows, x if len(kept) == self.tokens else x.index_select(dim, kept))
 
         def of_rank(loans: _Loans) -> Swap:
             return self._swap(loans, loans.lent, loans.borrowed, x, dim, wide.index_copy_)
 
-        return wide, self._run(of_rank, of)
+        return wide, self._run(of_rank, x.device, of)
 
     def fold(self, dwide: Tensor, dim: int, of: int | None) -> tuple[Tensor, int]:
         """Gradients of widened rows -> gradients of rows; and the number of the call."""
         self._agree(f"{TOPIC}, backward", dwide, dim)
         exact = accumulator_dtype(dwide.dtype) if dwide.is_floating_point() else dwide.dtype
         dx = dwide.new_zeros(_resized(dwide, dim, self.tokens), dtype=exact)
-        kept, rows = self._kept.to(dx.device), self.rows[self._kept].to(dx.device)
+        kept, rows = uploaded(self._kept, dx.device), uploaded(self.rows[self._kept], dx.device)
         dx.index_copy_(dim, kept, dwide.index_select(dim, rows).to(exact))
 
         def of_rank(loans: _Loans) -> Swap:
             return self._swap(loans, loans.borrowed, loans.lent, dwide, dim, dx.index_add_, exact)
 
-        number = self._run(of_rank, of)
+        number = self._run(of_rank, dx.device, of)
         return dx.to(dwide.dtype), number
 
     def _swap(
@@ -121,17 +122,18 @@ class Exchange:
         none = torch.zeros(0, dtype=torch.int64)
 
         def put(v: int, i: int, part: Tensor) -> None:
-            place(dim, takes[row[v]].to(x.device), part)
+            place(dim, uploaded(takes[row[v]], x.device), part)
 
-        sent = [[x.index_select(dim, gives.get(peer, none).to(x.device)).to(dtype or x.dtype)] for peer in row]
+        sent = [[x.index_select(dim, uploaded(gives.get(peer, none), x.device)).to(dtype or x.dtype)] for peer in row]
         shapes = [[_resized(x, dim, len(takes.get(peer, none)))] for peer in row]
         return Swap(Payload.HALO, loans.rank, row.index(loans.rank), row, sent, shapes, put)
 
-    def _run(self, of_rank: Callable[[_Loans], Swap], of: int | None) -> int:
+    def _run(self, of_rank: Callable[[_Loans], Swap], device: torch.device, of: int | None) -> int:
         state, checks = self.context.driver.state, self.context.checks
         number, state.calls = state.calls, state.calls + 1
         phase = 0 if of is None else 1 + of  # as in a ring: ranks must not go backward through different calls
-        told = self.context.pool, self.key, number, phase, checks.sums(number)
+        deferred = self.context.driver.defers(device)
+        told = self.context.pool, self.key, number, phase, checks.sums(number), deferred
         each = zip(self._loans, state.logs, strict=True)
         self.context.driver.run([swapped(of_rank(loans), [0], *told, log) for loans, log in each])
         return number

@@ -41,6 +41,7 @@ class Job:
             backward 1 + the number of the forward call that it belongs to.
         log: this rank's. sync_steps: whether all ranks finish a step before the next.
         sums: whether messages carry checksums. meter: measures the call, if one does.
+        deferred: whether messages are judged when all of the call is queued, not on arrival.
         kept: memory of the blocks that forward leaves to backward (bytes); empty: it leaves none.
     """
 
@@ -60,6 +61,7 @@ class Job:
     sync_steps: bool
     sums: bool
     meter: Meter | None
+    deferred: bool
     kept: Tensor
 
     @property

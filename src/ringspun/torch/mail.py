@@ -18,8 +18,9 @@ from ringspun.steplog.log import call_words
 from ringspun.torch.drivers.base import Together, Transfer
 from ringspun.torch.job import Job, Part
 from ringspun.torch.kernels.base import Rows, accumulator_dtype
-from ringspun.torch.messages import check, clear, seal, views
+from ringspun.torch.messages import Marks, check, clear, seal, views
 from ringspun.torch.sums import RowSum
+from ringspun.torch.uploads import uploaded
 
 Flow = Generator[Any, Any, None]
 
@@ -54,6 +55,7 @@ class Mail:
         self._slot_bytes = job.blocks.slot_bytes(job.one, job.wire)
         self._kept = _by_slot(job)
         self._open: dict[tuple[int, Moment], list[_Posted]] = {}
+        self._marks = Marks(job.sums) if job.deferred else None
         note: Callable[..., None] = partial(job.log.note, job.call, job.phase)
         self.note = note if job.meter is None else job.meter.hearing(note)
         self.note(What.CALL)
@@ -120,6 +122,8 @@ class Mail:
             self.note(What.LANDED, posted.step, posted.when)
             for message in posted.expected:
                 self._check(*message)
+            if self._marks and posted.expected:
+                yield self._marks
 
     def finish(self, step: int) -> Flow:
         """With `sync_steps`, wait until all ranks have all that they posted up to this step."""
@@ -218,7 +222,7 @@ class Mail:
 
     def _indices(self, rows: Any) -> Any:
         """Rows as torch takes them."""
-        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._device)
+        return rows if isinstance(rows, slice) else uploaded(rows, self._device)
 
     def _check(self, buffer: Tensor, header: Header, peer: int) -> None:
         """Compare what came with what the schedule expects."""
@@ -226,7 +230,7 @@ class Mail:
             f"ring rank {self._me}: the {Payload(header.payload).name} block of {self._named(header.source)} "
             f"that ring rank {peer} sent at step {header.step} of call {header.call}"
         )
-        check(buffer, header, what, sums=self._job.sums)
+        check(buffer, header, what, sums=self._job.sums, marks=self._marks)
 
     def _of_message(self, row: NDArray[np.int64]) -> _Held:
         payload, slot, block = row[[MessageColumn.PAYLOAD, MessageColumn.SLOT, MessageColumn.SOURCE]].tolist()

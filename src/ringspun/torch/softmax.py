@@ -124,11 +124,13 @@ class RunningSoftmax:
         for part in self._parts.values():
             part._filled(last)
         if last > self._fresh:
-            mine: Any = (..., slice(self._fresh, last))
+            rows = slice(self._fresh, last)
+            places: list[Any] = [(..., rows)]
             if self._parts:
-                mine = (slice(None), without(self._parts, self.shape[1]), mine[-1])
-            lse[mine] = -torch.inf
-            out[(*mine, slice(None))] = 0
+                places = [(slice(None), heads, rows) for heads in without(self._parts, self.shape[1])]
+            for mine in places:
+                lse[mine] = -torch.inf
+                out[(*mine, slice(None))] = 0
             self._fresh = last
         return out, lse
 

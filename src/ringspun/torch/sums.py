@@ -84,12 +84,13 @@ class RowSum:
         for part in self._parts.values():
             part._filled(last)
         if last > self._fresh:
-            whole[:, without(self._parts, self._shape[1]), self._fresh : last] = 0
+            for heads in without(self._parts, self._shape[1]):
+                whole[:, heads, self._fresh : last] = 0
             self._fresh = last
         return whole
 
 
-def without(parts: Collection[tuple[int, int]], heads: int) -> slice | list[int]:
-    """Which of so many heads are in none of the parts."""
-    found = [h for h in range(heads) if not any(first <= h < last for first, last in parts)]
-    return found if parts else slice(None)
+def without(parts: Collection[tuple[int, int]], heads: int) -> list[slice]:
+    """Which of so many heads are in none of the parts, as slices: a device would have to be sent a list of them."""
+    edges = [0, *(edge for part in sorted(parts) for edge in part), heads]
+    return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -59,18 +59,20 @@ def swapped(
     call: int,
     phase: int,
     sums: bool,
+    deferred: bool,
     log: StepLog,
 ) -> RankProgram[None]:
     """What one rank sends and receives: per number a message to and from every other rank of its row.
 
     Args:
         numbers: of the message in which each tensor travels. plan_id, call, phase: for headers. sums: whether messages
-            carry checksums.
+            carry checksums. deferred: whether they are judged when all of the call is queued, not on arrival.
     """
     log.note(call, phase, What.CALL)
     others = [v for v in range(len(swap.row)) if v != swap.mine]
     found = [list(parts) if v == swap.mine else [x.new_empty(0) for x in parts] for v, parts in enumerate(swap.sent)]
     leased: list[Tensor] = []
+    marks = messages.Marks(sums) if deferred else None
 
     def parcel(v: int, which: list[int], step: int, action: Action) -> _Parcel | None:
         """A message, its buffer ready; none where it would carry nothing."""
@@ -112,7 +114,9 @@ def swapped(
         for one in expected:
             sent = f"that rank {one.header.source} sent at step {step} of call {call}"
             words = f"rank {swap.rank}: the {swap.what} {sent}"
-            messages.check(one.buffer, one.header, words, sums=sums)
+            messages.check(one.buffer, one.header, words, sums=sums, marks=marks)
+        if marks and expected:
+            yield marks
     for v, parts in enumerate(found):
         for i, part in enumerate(parts):
             if part.numel():

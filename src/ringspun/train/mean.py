@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ringspun.errors import DataError, PlanError, RingspunError, ShapeError
 from ringspun.torch.context import ContextParallel
-from ringspun.torch.drivers import Driver, Gloo
+from ringspun.torch.drivers import Driver, GroupDriver
 from ringspun.torch.drivers.base import digest_of
 from ringspun.torch.reduction import driver_of
 from ringspun.train.loss import IGNORED
@@ -206,7 +206,7 @@ class Progress:
 
 def world_ranks(driver: Driver) -> tuple[int, ...]:
     """World ranks of a driver's processes, as far as they are known; this process's own otherwise."""
-    return tuple(dist.get_process_group_ranks(driver.group)) if isinstance(driver, Gloo) else _own_rank()
+    return tuple(dist.get_process_group_ranks(driver.group)) if isinstance(driver, GroupDriver) else _own_rank()
 
 
 def _own_rank() -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ringspun.core.route.base import Action
@@ -49,6 +50,23 @@ class Together(Ticket):
     """Waited for until every rank waits for it; `what` says for what, in words."""
 
     what: str
+
+
+class Verdict(Ticket, ABC):
+    """What messages that arrived say of themselves, kept on their device. A program shows it whenever there is more in
+    it; the driver reads it when all that the call does is queued, for nobody can look at a device without waiting."""
+
+    @abstractmethod
+    def flag(self) -> Tensor:
+        """Queue the comparison with what they must say: one bool ``[]`` on the device, whether anything differs."""
+
+    @abstractmethod
+    def judge(self) -> None:
+        """Raise what differs, where the flag says so.
+
+        Raises:
+            TransferError: naming the first message that is not what it must be.
+        """
 
 
 RankProgram = Generator["list[Transfer] | Ticket", Any, T]
@@ -101,6 +119,7 @@ class RingState:
         calls: attention calls so far, forward and backward; a call's number stands in its headers.
         logs: of the ranks that this process plays. log_dir: where they are dumped when the ring breaks; None: nowhere.
         contexts: contexts that have made a plan. agreed_sizes: of the last call's messages.
+        opened: whether the driver of a group that needs it has opened its connections.
         broken: why the ring can no longer be used, if it cannot: a call ended on this rank where others may still be in
             it, so that the next one would pair with the wrong messages.
     """
@@ -110,6 +129,7 @@ class RingState:
     calls: int = 0
     contexts: int = 0
     agreed_sizes: str = ""
+    opened: bool = False
     broken: str | None = None
 
     def log_failure(self, failure: BaseException, words: str) -> None:
@@ -143,6 +163,10 @@ class Driver(ABC):
     def clock(self, ring_rank: int) -> Callable[[], float] | None:
         """What tells a rank's time (seconds); None where ranks take turns, so that it would tell nothing of links."""
         return time.perf_counter if len(self.ring_ranks) == 1 else None
+
+    def defers(self, device: torch.device) -> bool:
+        """Whether messages on a device are judged at the end of a call (`Verdict`) rather than on arrival."""
+        return device.type != "cpu"
 
     @abstractmethod
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:

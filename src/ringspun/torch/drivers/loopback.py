@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ringspun.core.route.base import Action
 from ringspun.errors import RingspunError, TransferError
 from ringspun.steplog import StepLog
 from ringspun.steplog.log import KEPT
-from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Together, Transfer
+from ringspun.torch.drivers.base import Counts, Driver, RankProgram, RingState, T, Ticket, Together, Transfer, Verdict
 from ringspun.torch.drivers.notes import describe
 
 ROWS_OF_ALL = 1 << 16
@@ -43,6 +44,7 @@ class _Rank:
     waiting: _Pending | None = None
     done: bool = False
     result: Any = None
+    verdict: Verdict | None = None
 
     @property
     def ready(self) -> bool:
@@ -114,6 +116,10 @@ class Loopback(Driver):
                 if r.waiting
             )
             raise TransferError(f"every rank must advance; all wait: {waits}.")
+        verdicts = [r.verdict for r in ranks if r.verdict is not None]
+        if verdicts and bool(torch.stack([verdict.flag() for verdict in verdicts]).any()):
+            for verdict in verdicts:
+                verdict.judge()
         return [r.result for r in ranks]
 
     def _step(self, ranks: list[_Rank]) -> bool:
@@ -134,6 +140,8 @@ class Loopback(Driver):
         rank.answer = None
         if isinstance(asked, list):
             rank.answer = self._post(rank.number, asked)
+        elif isinstance(asked, Verdict):
+            rank.verdict = asked
         elif isinstance(asked, Together):
             rank.waiting = _Pending([], 1, asked.what)
             self._together.append(rank.waiting)

@@ -32,6 +32,9 @@ class Part(Driver):
         logs = dict(zip(whole.ring_ranks, whole.state.logs, strict=True))
         self.state = _PartState(whole.state, tuple(logs[self.ranks[i]] for i in self.ring_ranks))
 
+    def defers(self, device: torch.device) -> bool:
+        return self.whole.defers(device)
+
     def run(self, programs: Sequence[RankProgram[T]]) -> list[T]:
         mine = {self.ranks[i]: program for i, program in zip(self.ring_ranks, programs, strict=True)}
         found = self.whole.run([self._named(mine.get(rank)) for rank in self.whole.ring_ranks])
