@@ -18,9 +18,9 @@ from ringspun import Causal
 from ringspun.testing.timing import paired_ratio
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.memory import peak_memory
-from ringspun.train.blockwise import blockwise
-from ringspun.train.blockwise_layer import BlockwiseTransformerLayer, GatedFeedForward
-from ringspun.train.chunked_loss import Head, Terms, linear_cross_entropy
+from ringspun.train.losses.chunked_loss import Head, Terms, linear_cross_entropy
+from ringspun.train.memory.blockwise import blockwise
+from ringspun.train.memory.blockwise_layer import BlockwiseTransformerLayer, GatedFeedForward
 
 PAIRS, WIDTH, TOKENS, BLOCK, VOCAB = 9, 512, 2048, 512, 16384
 Run = Callable[[], Tensor]

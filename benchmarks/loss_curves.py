@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import Corpus, find_text
+from ringspun.train.data.text import Corpus, find_text
 from ringspun.train.launch import Job, launch
-from ringspun.train.log import records
+from ringspun.train.reporting.log import records
 
 BAR, SEQ_LEN = 1e-4, 64
 TEXT = Path(json.__file__).parent  # nobody edits it meanwhile

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from ringspun.integrations.trainer import RingTrainer
 from ringspun.testing.jobs import as_job
 from ringspun.testing.pool import PRELOAD, RankPool
-from ringspun.train.meshes import make_mesh
+from ringspun.train.parallel.meshes import make_mesh
 
 LOSS_BAR, GRADIENT_BAR, SEQ_LEN, ACCUMULATED = 1e-3, 1e-5, 256, 2
 TEXT = sorted(Path(json.__file__).parent.glob("*.py"))  # nobody edits it meanwhile

@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ringspun import Causal
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel
-from ringspun.train import checkpointing
-from ringspun.train.gradients import clip_gradients, gradient_scale
-from ringspun.train.mean import TokenMean
-from ringspun.train.mesh import Mesh
-from ringspun.train.meshes import make_mesh
-from ringspun.train.sharded import save_sharded
-from ringspun.train.wrapping import wrap
+from ringspun.train.checkpoints import checkpointing
+from ringspun.train.checkpoints.sharded import save_sharded
+from ringspun.train.losses.mean import TokenMean
+from ringspun.train.parallel.meshes import make_mesh
+from ringspun.train.parallel.ranks import Mesh
+from ringspun.train.parallel.scaling import clip_gradients, gradient_scale
+from ringspun.train.parallel.wrapping import wrap
 
 SEQUENCES, TOKENS = 2, 101
 

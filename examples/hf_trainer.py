@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ringspun.integrations.trainer import RingTrainer
-from ringspun.train.collate import Collator
+from ringspun.train.data.collate import Collator
 
 TOKENS = 96
 

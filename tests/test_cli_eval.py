@@ -92,7 +92,7 @@ def test_rotations_that_depend_on_the_length_are_those_of_each_length(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ringspun.evaluation.subject import Subject, find
-    from ringspun.train.fixed_rope import FixedRope
+    from ringspun.train.rope.fixed_rope import FixedRope
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -135,7 +135,7 @@ def test_ranks_say_what_one_process_says(llama, text, tmp_path):
 
 def test_a_run_and_its_checkpoint_whose_model_is_a_recipe(tmp_path, text):
     from ringspun.train.config import load_config
-    from ringspun.train.data import find_text
+    from ringspun.train.data.text import find_text
     from ringspun.train.launch import Job, launch
 
     (tmp_path / "own.py").write_text(RECIPE)

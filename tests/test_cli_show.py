@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ringspun import Causal, Documents, Window
 from ringspun.cli.show import app
 from ringspun.pictures.page import page
-from ringspun.train import run_page
+from ringspun.train.reporting import run_page
 from tests.pictures.scenes import a_log
 from tests.pictures.test_measured import log_of, rings
 

@@ -37,7 +37,7 @@ COLLECTIVES = ("_object", "_object_list")  # torch.distributed's, which pickle w
 # Between the processes of one program, over pipes that it made: not from outside.
 # And of DCP, what reads and writes safetensors; a test of training watches that it unpickles nothing.
 DCP = "torch.distributed.checkpoint"
-INSIDE = {"testing/pool.py": {"pickle"}, "train/shards.py": {DCP}}
+INSIDE = {"testing/pool.py": {"pickle"}, "train/checkpoints/shards.py": {DCP}}
 
 
 def faults(source: str) -> Iterator[str]:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticUndefined
 
-from ringspun.train import resume
+from ringspun.train.checkpoints import resume
 from ringspun.train.config import EvaluateConfig, ModelConfig, TrainConfig
-from ringspun.train.data_config import DataConfig
+from ringspun.train.data.config import DataConfig
 from ringspun.train.rope import Rope
 from ringspun.train.stages import TrainStage
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringspun.train.rope import Default
-from ringspun.train.rotary import cos_sin, rotate
+from ringspun.train.rope.rotary import cos_sin, rotate
 
 WIDTH, HEADS, LAYERS, VOCAB = 64, 2, 2, 257  # bytes, and the end of a document
 

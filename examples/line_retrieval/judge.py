@@ -30,8 +30,8 @@ from ringspun.pictures.save import save
 from ringspun.torch import ContextParallel
 from ringspun.train.config import TrainConfig, load_config
 from ringspun.train.launch import start_ranks
-from ringspun.train.log import records
 from ringspun.train.output import CHECKPOINTS
+from ringspun.train.reporting.log import records
 
 FIRST, TURNED, LAST = "first stage", "first stage, rotations of the last", "last stage"
 LINES, AMONG_TEXT = "lines", "lines among text"

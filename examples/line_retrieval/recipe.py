@@ -27,11 +27,11 @@ from ringspun.evaluation.judged import Judged
 from ringspun.evaluation.lines import lines
 from ringspun.evaluation.retrieval import retrieval
 from ringspun.torch import ContextParallel, Plan
-from ringspun.train.chunked_loss import Head, linear_token_loss
-from ringspun.train.data import PackedSequence, Position
+from ringspun.train.data.text import PackedSequence, Position
+from ringspun.train.losses.chunked_loss import Head, linear_token_loss
 from ringspun.train.model import Shard
 from ringspun.train.rope import Default, Rope
-from ringspun.train.rotary import cos_sin, rotate
+from ringspun.train.rope.rotary import cos_sin, rotate
 
 if TYPE_CHECKING:
     from ringspun.train.config import TrainConfig

@@ -13,7 +13,7 @@ from ringspun.errors import UnsupportedByRing
 from ringspun.integrations.accelerate import RingBatches, backward, check_accelerator, evaluate, on_ring, steps
 from ringspun.testing.jobs import as_job
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.meshes import make_mesh
+from ringspun.train.parallel.meshes import make_mesh
 
 STEPS = 2
 

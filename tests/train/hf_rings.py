@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ringspun import Causal, Documents, Layout, Zigzag
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel, Loopback, Partition
-from ringspun.train.loss import IGNORED, token_loss
+from ringspun.train.losses.loss import IGNORED, token_loss
 
 S, VOCAB, LAYERS = 29, 61, 4
 ALTERNATE = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -173,7 +173,7 @@ def packed_on_processes(ring_rank: int, family: str, window: int, documents: Doc
 
 def rotated(rope_parameters: dict[str, Any], seq_len: int, **changes: Any) -> Any:
     """A Llama whose frequencies depend on the length beyond 8 tokens, fixed for one."""
-    from ringspun.train.fixed_rope import fix_rope
+    from ringspun.train.rope.fixed_rope import fix_rope
 
     return fix_rope(
         build("llama", rope_parameters=rope_parameters, max_position_embeddings=8, **changes), seq_len=seq_len

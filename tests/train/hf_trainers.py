@@ -14,7 +14,7 @@ from ringspun.errors import RingspunError
 from ringspun.integrations.trainer import RingTrainer
 from ringspun.testing.jobs import as_job
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.meshes import make_mesh
+from ringspun.train.parallel.meshes import make_mesh
 
 S, VOCAB = 23, 61
 ROWS = [torch.randint(0, VOCAB, (S,), generator=torch.manual_seed(i)).tolist() for i in range(7)]

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from ringspun.torch import ContextParallel
 from ringspun.train import launch, loop
 from ringspun.train.config import TrainConfig, load_config
-from ringspun.train.mesh import Mesh
+from ringspun.train.parallel.ranks import Mesh
 from ringspun.train.recipe import OwnData
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "line_retrieval"

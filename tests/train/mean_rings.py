@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ringspun import Causal, Documents
 from ringspun.errors import RingspunError, RingspunWarning
 from ringspun.torch import ContextParallel, reduce_gradients, watch_gradients
-from ringspun.train.gradients import clip_gradients, gradient_norm, gradient_scale
-from ringspun.train.loss import IGNORED, token_loss
-from ringspun.train.mean import StepCount, TokenMean
-from ringspun.train.metrics import Metrics, token_sums
+from ringspun.train.losses.loss import IGNORED, token_loss
+from ringspun.train.losses.mean import StepCount, TokenMean
+from ringspun.train.losses.metrics import Metrics, token_sums
+from ringspun.train.parallel.scaling import clip_gradients, gradient_norm, gradient_scale
 
 S, VOCABULARY, WIDTH, HEADS = 19, 13, 8, 2
 MICRO_BATCHES, LR, PATIENCE_S = 2, 0.5, 20.0

@@ -22,21 +22,22 @@ from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train import checkpointing, loop, saving
-from ringspun.train.causal_lm import CausalLMLoss
-from ringspun.train.checkpointing import Checkpoint
-from ringspun.train.chunked_loss import Terms
-from ringspun.train.data import Corpus, find_text
-from ringspun.train.decoder_blocks import apply_blockwise
-from ringspun.train.gradients import gradient_scale
+from ringspun.train import loop
+from ringspun.train.checkpoints import checkpointing, saving
+from ringspun.train.checkpoints.checkpointing import Checkpoint
+from ringspun.train.checkpoints.sharded import save_sharded
+from ringspun.train.checkpoints.shards import gathered, whole_model, whole_optimizer
+from ringspun.train.data.text import Corpus, find_text
 from ringspun.train.loop import Hooks, Run, TrainState
-from ringspun.train.mean import TokenMean
-from ringspun.train.mesh import Mesh
-from ringspun.train.meshes import make_mesh
-from ringspun.train.report import StepRecord
-from ringspun.train.sharded import save_sharded
-from ringspun.train.shards import gathered, whole_model, whole_optimizer
-from ringspun.train.wrapping import wrap
+from ringspun.train.losses.causal_lm import CausalLMLoss
+from ringspun.train.losses.chunked_loss import Terms
+from ringspun.train.losses.mean import TokenMean
+from ringspun.train.memory.decoder_blocks import apply_blockwise
+from ringspun.train.parallel.meshes import make_mesh
+from ringspun.train.parallel.ranks import Mesh
+from ringspun.train.parallel.scaling import gradient_scale
+from ringspun.train.parallel.wrapping import wrap
+from ringspun.train.reporting.report import StepRecord
 
 BATCH = 4
 CLIP_NORM = 1.8  # between the norms of the steps

@@ -12,8 +12,8 @@ from torch import nn
 
 from ringspun import Causal, Documents
 from ringspun.torch import ContextParallel
-from ringspun.train.mesh import Mesh
-from ringspun.train.meter import StepMeter
+from ringspun.train.parallel.ranks import Mesh
+from ringspun.train.reporting.meter import StepMeter
 
 LATE_S = 0.3
 

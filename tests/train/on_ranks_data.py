@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ringspun import Causal
 from ringspun.errors import DataError, PlanMismatchError, RingspunError
 from ringspun.torch import ContextParallel
-from ringspun.train.collate import Collator, check_disjoint, to_ring
-from ringspun.train.stream import PackedStream
+from ringspun.train.data.collate import Collator, check_disjoint, to_ring
+from ringspun.train.data.stream import PackedStream
 
 DOCUMENTS = [[100 * i + j for j in range(1 + 7 * i % 23)] for i in range(50)]
 COLLATE = Collator(32, overflow="error")

@@ -17,10 +17,10 @@ from training_runs import tiny_config
 from ringspun.errors import NonFiniteError
 from ringspun.train import launch, loop
 from ringspun.train.config import TrainConfig
+from ringspun.train.data.opening import open_data
 from ringspun.train.launch import Job
 from ringspun.train.loop import Hooks, train_stages
-from ringspun.train.mesh import Mesh
-from ringspun.train.open_data import open_data
+from ringspun.train.parallel.ranks import Mesh
 from ringspun.train.recipe import Recipe
 
 OF_STAGES = ("seq_len", "steps", "warmup_steps", "final_lr", "decay", "decay_steps")

@@ -16,10 +16,10 @@ from ringspun import Causal, Zigzag
 from ringspun.errors import NotDifferentiable, ShapeError, UnsupportedByRing
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch.memory import peak_memory
-from ringspun.train.blockwise import blockwise
-from ringspun.train.blockwise_layer import BlockwiseTransformerLayer
+from ringspun.train.memory.blockwise import blockwise
+from ringspun.train.memory.blockwise_layer import BlockwiseTransformerLayer
 from ringspun.train.rope import Default
-from ringspun.train.rotary import cos_sin
+from ringspun.train.rope.rotary import cos_sin
 
 D = torch.float64
 

@@ -14,10 +14,10 @@ from ringspun import Causal, Contiguous, Documents, Zigzag
 from ringspun.errors import DtypeError, ShapeError
 from ringspun.integrations.transformers import prepare
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.gradients import gradient_scale
-from ringspun.train.loss import IGNORED, chunked_token_loss, token_loss
-from ringspun.train.mean import StepCount, TokenMean
-from ringspun.train.metrics import Metrics, token_sums
+from ringspun.train.losses.loss import IGNORED, chunked_token_loss, token_loss
+from ringspun.train.losses.mean import StepCount, TokenMean
+from ringspun.train.losses.metrics import Metrics, token_sums
+from ringspun.train.parallel.scaling import gradient_scale
 
 
 def logits_with_loss(*losses: float) -> torch.Tensor:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ringspun.errors import CheckpointError
-from ringspun.train.checkpointing import Checkpoint, latest, restore, save
-from ringspun.train.export import check_target, export
-from ringspun.train.mesh import Mesh
-from ringspun.train.sharded import save_sharded
+from ringspun.train.checkpoints.checkpointing import Checkpoint, latest, restore, save
+from ringspun.train.checkpoints.export import check_target, export
+from ringspun.train.checkpoints.sharded import save_sharded
+from ringspun.train.parallel.ranks import Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

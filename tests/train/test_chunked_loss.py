@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ringspun.errors import DtypeError, NotDifferentiable, ShapeError
 from ringspun.torch.memory import peak_memory
-from ringspun.train.chunked_loss import Head, Terms, linear_cross_entropy, linear_token_loss
-from ringspun.train.loss import IGNORED, token_loss
+from ringspun.train.losses.chunked_loss import Head, Terms, linear_cross_entropy, linear_token_loss
+from ringspun.train.losses.loss import IGNORED, token_loss
 
 D, V, C = torch.float64, 11, 5
 

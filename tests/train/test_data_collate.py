@@ -19,10 +19,10 @@ from ringspun.core import reference
 from ringspun.errors import DataError, PlanError
 from ringspun.integrations.transformers import prepare
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.collate import Collator, chunks, documents_of, to_ring
-from ringspun.train.loss import IGNORED, token_loss
-from ringspun.train.packing import Counts
-from ringspun.train.samples import Encoder
+from ringspun.train.data.collate import Collator, chunks, documents_of, to_ring
+from ringspun.train.data.packing import Counts
+from ringspun.train.data.samples import Encoder
+from ringspun.train.losses.loss import IGNORED, token_loss
 
 LAYOUTS: list[Layout] = [
     Contiguous(), Zigzag(), Striped(), Striped(128), DocumentZigzag(), Balanced(), Zigzag(speeds=(1, 2, 3) * 3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspun.errors import DataError
-from ringspun.train.packing import Counts, Piece, Pool, cut, fit, pack
+from ringspun.train.data.packing import Counts, Piece, Pool, cut, fit, pack
 
 POLICIES = ("truncate", "split", "drop")
 

@@ -8,9 +8,9 @@ import torch
 from tiny_tokenizers import CHATML, FORGETFUL, MARKED, byte_tokenizer
 
 from ringspun.errors import DataError
-from ringspun.train.conversations import conversation
-from ringspun.train.loss import IGNORED
-from ringspun.train.samples import Encoder, Sample
+from ringspun.train.data.conversations import conversation
+from ringspun.train.data.samples import Encoder, Sample
+from ringspun.train.losses.loss import IGNORED
 
 TALK = [
     {"role": "system", "content": "Be brief."},

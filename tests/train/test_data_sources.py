@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ringspun.errors import DataError, MissingExtra
-from ringspun.train.collate import Collator
-from ringspun.train.samples import Encoder, Sample
-from ringspun.train.sources import DataSet, JsonLines, Parquet, Rows, Source, TextFiles, open_source
-from ringspun.train.stream import PackedStream, measure
+from ringspun.train.data.collate import Collator
+from ringspun.train.data.samples import Encoder, Sample
+from ringspun.train.data.sources import DataSet, JsonLines, Parquet, Rows, Source, TextFiles, open_source
+from ringspun.train.data.stream import PackedStream, measure
 
 ROWS: list[Any] = [{"text": "eins"}, {"text": "zwei ü"}, {"input_ids": [1, 2, 3]}, "drei", [4, 5]]
 

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from ringspun import Causal, Zigzag
 from ringspun.errors import CheckpointError, DataError
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.collate import Collator, to_ring
-from ringspun.train.packing import Piece
-from ringspun.train.samples import Encoder
-from ringspun.train.stream import PackedStream, measure
-from ringspun.train.walk import joined
+from ringspun.train.data.collate import Collator, to_ring
+from ringspun.train.data.packing import Piece
+from ringspun.train.data.samples import Encoder
+from ringspun.train.data.stream import PackedStream, measure
+from ringspun.train.data.walk import joined
 
 SEQ_LEN = 64
 DOCUMENTS = [
@@ -310,7 +310,7 @@ def test_a_worker_asked_for_its_state_says_where_it_is(monkeypatch):
     """As loaders do that ask each worker for its own."""
     ours = stream()
     next(iter(ours))
-    monkeypatch.setattr("ringspun.train.stream.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
+    monkeypatch.setattr("ringspun.train.data.stream.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
     with pytest.raises(DataError, match=r"Keep batch\['state'\]"):
         ours.state_dict()
     with pytest.raises(DataError, match="load_state_dict must be called in the main process"):

@@ -15,10 +15,10 @@ from ringspun import Causal
 from ringspun.errors import ShapeError, UnsupportedByRing
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch.memory import peak_memory
-from ringspun.train.causal_lm import CausalLMLoss
-from ringspun.train.chunked_loss import Terms
-from ringspun.train.decoder_blocks import apply_blockwise, remove_blockwise, wrap_decoder_layer
-from ringspun.train.loss import token_loss
+from ringspun.train.losses.causal_lm import CausalLMLoss
+from ringspun.train.losses.chunked_loss import Terms
+from ringspun.train.losses.loss import token_loss
+from ringspun.train.memory.decoder_blocks import apply_blockwise, remove_blockwise, wrap_decoder_layer
 
 
 def loss_and_gradients(model: Any, run: Any, *, wide: bool = True) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ringspun import Causal, Contiguous, Documents, Layout, Striped, Zigzag
 from ringspun.errors import ConfigError, RingspunWarning, UnsupportedByRing
 from ringspun.integrations.transformers import plans, prepare
-from ringspun.train.fixed_rope import FixedRope, fix_rope
 from ringspun.train.rope import Default, Linear, LongRope, Rope, Yarn, from_config
+from ringspun.train.rope.fixed_rope import FixedRope, fix_rope
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 LONGROPE = {

@@ -10,8 +10,8 @@ from torch import nn
 
 from ringspun.errors import NonFiniteError, UnsupportedByRing
 from ringspun.torch import Loopback
-from ringspun.train.gradients import clip_gradients, gradient_norm, gradient_scale
-from ringspun.train.mean import TokenMean
+from ringspun.train.losses.mean import TokenMean
+from ringspun.train.parallel.scaling import clip_gradients, gradient_norm, gradient_scale
 
 
 def two(*grads: float) -> list[torch.Tensor]:

@@ -18,8 +18,8 @@ from ringspun.integrations.loaders import DataPlace, RingSampler, ring_loader
 from ringspun.integrations.ring import RingBatches
 from ringspun.integrations.transformers import PLAN_KEYWORD, prepare
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.collate import Collator
-from ringspun.train.stream import PackedStream
+from ringspun.train.data.collate import Collator
+from ringspun.train.data.stream import PackedStream
 
 
 @settings(max_examples=60)

@@ -18,9 +18,9 @@ from ringspun.integrations.ring import on_ring
 from ringspun.integrations.trainer import RingTrainer, RingTrainerMixin
 from ringspun.integrations.trainer_refusals import ARGUMENTS, check_accelerator
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.collate import Collator
-from ringspun.train.loss import token_loss
-from ringspun.train.stream import PackedStream
+from ringspun.train.data.collate import Collator
+from ringspun.train.data.stream import PackedStream
+from ringspun.train.losses.loss import token_loss
 
 
 @pytest.fixture(scope="module")

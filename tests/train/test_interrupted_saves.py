@@ -15,8 +15,9 @@ from training_runs import tiny_config, write_text
 
 from ringspun.errors import CheckpointError
 from ringspun.testing.pool import RankPool
-from ringspun.train import checkpointing, launch
-from ringspun.train.checkpointing import latest, tidy
+from ringspun.train import launch
+from ringspun.train.checkpoints import checkpointing
+from ringspun.train.checkpoints.checkpointing import latest, tidy
 from ringspun.train.launch import Job
 
 HOWS = ["kill at events", "kill in writes", "no space at events", "no space in writes"]

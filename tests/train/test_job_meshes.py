@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from training_runs import tiny_config
 
 from ringspun.errors import ConfigError
-from ringspun.train.meshes import AXES, check_sizes, make_mesh, nearest_sizes
-from ringspun.train.wrapping import decoder_layers
+from ringspun.train.parallel.meshes import AXES, check_sizes, make_mesh, nearest_sizes
+from ringspun.train.parallel.wrapping import decoder_layers
 
 SIZES = st.lists(st.integers(1, 12), min_size=4, max_size=4).map(lambda sizes: dict(zip(AXES, sizes, strict=True)))
 

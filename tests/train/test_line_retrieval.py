@@ -19,9 +19,9 @@ from ringspun.evaluation.heatmap import heatmap
 from ringspun.evaluation.retrieval import Grid
 from ringspun.pictures.page import page
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.data import PackedSequence
-from ringspun.train.log import records
+from ringspun.train.data.text import PackedSequence
 from ringspun.train.model import Shard
+from ringspun.train.reporting.log import records
 from ringspun.train.rope import Default
 
 LAYOUTS = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from ringspun.cli.train import app
 from ringspun.errors import CheckpointError
-from ringspun.train.checkpointing import latest
-from ringspun.train.export import export
+from ringspun.train.checkpoints.checkpointing import latest
+from ringspun.train.checkpoints.export import export
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -18,8 +18,8 @@ from ringspun.errors import ConfigError
 from ringspun.integrations.transformers import plans, prepare
 from ringspun.torch import ContextParallel, Loopback, Partition, Plan
 from ringspun.torch.memory import peak_memory
-from ringspun.train import recompute
-from ringspun.train.recompute import POLICIES, apply_checkpointing
+from ringspun.train.memory import recompute
+from ringspun.train.memory.recompute import POLICIES, apply_checkpointing
 
 HEADS, WIDTH, S = 2, 8, 22
 R = 3

@@ -16,7 +16,7 @@ from ringspun import Causal, Contiguous, Documents, DocumentZigzag, Layout, Stri
 from ringspun.errors import DtypeError, ShapeError
 from ringspun.torch import ContextParallel, Loopback, Partition
 from ringspun.train.rope import Default, Dynamic, LongRope, Rope
-from ringspun.train.rotary import cos_sin, rotate
+from ringspun.train.rope.rotary import cos_sin, rotate
 
 LAYOUTS = [Contiguous(), Zigzag(), Striped()]
 DYNAMIC = Dynamic(factor=4.0, original_max_position_embeddings=4096)

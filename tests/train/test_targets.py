@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ringspun import Balanced, Causal, Contiguous, Documents, DocumentZigzag, Striped, Zigzag
 from ringspun.errors import DataError, DtypeError, ShapeError
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.loss import IGNORED, multi_token_loss, token_loss
-from ringspun.train.mean import StepCount, TokenMean
-from ringspun.train.targets import shard_targets
+from ringspun.train.losses.loss import IGNORED, multi_token_loss, token_loss
+from ringspun.train.losses.mean import StepCount, TokenMean
+from ringspun.train.losses.targets import shard_targets
 
 LAYOUTS = (Contiguous(), Zigzag(), Striped(), DocumentZigzag(), Balanced())
 

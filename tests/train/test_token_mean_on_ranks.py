@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ringspun.train.mean import Progress, StepCount
+from ringspun.train.losses.mean import Progress, StepCount
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from training_runs import tiny_config
 
 from ringspun.errors import CheckpointError
-from ringspun.train.checkpointing import latest, restore, save
-from ringspun.train.manifests import write_manifest
+from ringspun.train.checkpoints.checkpointing import latest, restore, save
+from ringspun.train.checkpoints.manifests import write_manifest
 from ringspun.train.model import build_model
 from ringspun.train.output import move_aside
 

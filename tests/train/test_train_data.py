@@ -9,7 +9,7 @@ import pytest
 from training_runs import SEQ_LEN, write_text
 
 from ringspun.errors import DataError
-from ringspun.train.data import END_OF_DOCUMENT, ByteStream, Position, find_text
+from ringspun.train.data.text import END_OF_DOCUMENT, ByteStream, Position, find_text
 
 
 def epoch_tokens(stream: ByteStream, sequences: int) -> list[int]:

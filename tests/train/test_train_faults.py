@@ -15,7 +15,7 @@ from training_runs import write_text
 from ringspun.errors import NonFiniteError
 from ringspun.train.faults import Why
 from ringspun.train.loop import Hooks
-from ringspun.train.mesh import Mesh
+from ringspun.train.parallel.ranks import Mesh
 
 
 def test_a_loss_names_the_module_in_which_it_came_up(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tiny_tokenizers import byte_tokenizer
 from training_runs import losses, same_bits, write_text
 
 from ringspun.errors import ConfigError
+from ringspun.train.checkpoints.export import export_newest
 from ringspun.train.config import TrainConfig
-from ringspun.train.export import export_newest
 from ringspun.train.launch import Job, check
 
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from training_runs import losses
 
 from ringspun.errors import CheckpointError, ConfigError
-from ringspun.train import log as log_module
-from ringspun.train import report as report_module
-from ringspun.train.log import Log
 from ringspun.train.output import write_whole
-from ringspun.train.report import Report, StepRecord
+from ringspun.train.reporting import log as log_module
+from ringspun.train.reporting import report as report_module
+from ringspun.train.reporting.log import Log
+from ringspun.train.reporting.report import Report, StepRecord
 
 
 class SmallDisk(io.RawIOBase):

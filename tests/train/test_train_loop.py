@@ -13,14 +13,14 @@ from training_runs import losses, same_bits, tiny_config, write_text
 
 from ringspun import Zigzag
 from ringspun.errors import CheckpointError, DataError, NonFiniteError
-from ringspun.train.contents import manifest
-from ringspun.train.data import find_text
-from ringspun.train.gradient import FlatGradient
-from ringspun.train.log import Log
+from ringspun.train.data.contents import manifest
+from ringspun.train.data.text import find_text
 from ringspun.train.loop import Hooks, Run, TrainState, train
-from ringspun.train.mesh import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.model import build_model
+from ringspun.train.parallel.gradient import FlatGradient
+from ringspun.train.parallel.ranks import Mesh, check_step, clip_, flat_gradient
 from ringspun.train.proof import Proof, prove
+from ringspun.train.reporting.log import Log
 from ringspun.train.stages import learning_rate
 
 

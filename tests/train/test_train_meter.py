@@ -21,10 +21,10 @@ from ringspun.planner.flops import model_flops, packed_flops
 from ringspun.planner.models import Model
 from ringspun.torch.drivers.base import Counts, Waits
 from ringspun.torch.drivers.part import CountsOfPart
-from ringspun.train import meter as meter_module
-from ringspun.train.mesh import Mesh
-from ringspun.train.meter import StepMeter, measured_peak, planned
 from ringspun.train.model import build_model
+from ringspun.train.parallel.ranks import Mesh
+from ringspun.train.reporting import meter as meter_module
+from ringspun.train.reporting.meter import StepMeter, measured_peak, planned
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 

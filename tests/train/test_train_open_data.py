@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 from ringspun.cli.train import app
 from ringspun.errors import CheckpointError, ConfigError, DataError, RingspunError
 from ringspun.torch import ContextParallel, Loopback
+from ringspun.train.checkpoints.resume import _comparable as comparable
 from ringspun.train.config import TrainConfig, load_config
-from ringspun.train.data import Corpus, Position, Sequences, TrainingData
+from ringspun.train.data.opening import open_data
+from ringspun.train.data.packed import PackedSequences
+from ringspun.train.data.stream import PackedStream
+from ringspun.train.data.text import Corpus, Position, Sequences, TrainingData
+from ringspun.train.data.vocabulary import encoder_of, load_tokenizer
 from ringspun.train.loop import Hooks, Run, train
 from ringspun.train.model import build_model
-from ringspun.train.open_data import open_data
-from ringspun.train.packed_data import PackedSequences
-from ringspun.train.resume import _comparable as comparable
-from ringspun.train.stream import PackedStream
-from ringspun.train.vocabulary import encoder_of, load_tokenizer
 
 TEXTS = ["".join(chr(97 + (i * n) % 26) for i in range(3 + 7 * n % 60)) for n in range(1, 30)]
 TALKS = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} it is"}] for n in range(20)]

@@ -36,11 +36,11 @@ from ringspun.cli.train import app
 from ringspun.errors import ConfigError, LaunchError
 from ringspun.steplog import FOLDER_VARIABLE
 from ringspun.train import launch
-from ringspun.train.data import find_text
+from ringspun.train.data.text import find_text
 from ringspun.train.launch import Job, start_ranks
 from ringspun.train.loop import Hooks
 from ringspun.train.output import claimed
-from ringspun.train.run_page import figure_of
+from ringspun.train.reporting.run_page import figure_of
 
 
 def names(folder: Path) -> list[str]:

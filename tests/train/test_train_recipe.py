@@ -11,7 +11,7 @@ from test_train_stages import LONG, SHORT, Stop, evaluations, no_profiler, run, 
 from training_runs import losses, same_bits
 
 from ringspun.errors import ConfigError
-from ringspun.train.checkpointing import latest
+from ringspun.train.checkpoints.checkpointing import latest
 from ringspun.train.config import TrainConfig, load_config
 from ringspun.train.recipe import Recipe
 
@@ -104,7 +104,7 @@ def test_a_loss_and_sequences_of_ones_own(tmp_path: Path) -> None:
     import numpy as np
 
     from ringspun import Documents
-    from ringspun.train.data import PackedSequence
+    from ringspun.train.data.text import PackedSequence
     from ringspun.train.model import shard_loss
 
     asked: list[tuple[int, int]] = []

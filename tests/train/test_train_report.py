@@ -15,10 +15,10 @@ from rich.console import Console
 from ringspun.errors import DataError
 from ringspun.pictures import Scene
 from ringspun.pictures.figures import RunFigure
-from ringspun.train import run_page
-from ringspun.train.log import records
-from ringspun.train.report import Report, StepRecord
-from ringspun.train.run_page import figure_of, write_page
+from ringspun.train.reporting import run_page
+from ringspun.train.reporting.log import records
+from ringspun.train.reporting.report import Report, StepRecord
+from ringspun.train.reporting.run_page import figure_of, write_page
 
 STAGE = {"seq_len": 64, "first_step": 1, "steps": 4, "text": "ring 1"}
 LATER = {"seq_len": 256, "first_step": 5, "steps": 4, "text": "ring 2"}

@@ -16,8 +16,8 @@ from training_runs import SEQ_LEN, losses, same_bits, tiny_config
 
 from ringspun import Documents, Striped, Zigzag
 from ringspun.torch import ContextParallel, Loopback
-from ringspun.train.contents import Contents
-from ringspun.train.data import PackedSequence, Position
+from ringspun.train.data.contents import Contents
+from ringspun.train.data.text import PackedSequence, Position
 from ringspun.train.loop import Hooks, Run, train
 from ringspun.train.model import Shard, build_model
 from ringspun.train.proof import prove

@@ -18,9 +18,9 @@ from ringspun.errors import CheckpointError
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train import loop
 from ringspun.train.config import TrainConfig
+from ringspun.train.data.opening import open_data
 from ringspun.train.loop import Hooks, Run, TrainState, train_stages
-from ringspun.train.mesh import Mesh
-from ringspun.train.open_data import open_data
+from ringspun.train.parallel.ranks import Mesh
 from ringspun.train.recipe import Recipe
 from ringspun.train.stages import learning_rate
 

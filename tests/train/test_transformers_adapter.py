@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ringspun import Causal, Contiguous, Documents, Striped, Zigzag
 from ringspun.errors import UnsupportedByRing
 from ringspun.integrations.transformers import attention, prepare
-from ringspun.train.loss import token_loss
+from ringspun.train.losses.loss import token_loss
 
 S, VOCAB = 29, 61
 LENGTHS = [9, 1, 12, 4]  # and 3 tokens of padding

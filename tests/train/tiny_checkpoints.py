@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ringspun.errors import CheckpointError
-from ringspun.train.checkpointing import latest, restore, save
+from ringspun.train.checkpoints.checkpointing import latest, restore, save
 
 # What the interpreter tells of, before it does it, when it changes files. (safetensors writes behind its back.)
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")

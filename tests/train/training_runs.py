@@ -19,7 +19,7 @@ from torch import nn
 
 from ringspun.errors import PeerError
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import Corpus, find_text
+from ringspun.train.data.text import Corpus, find_text
 from ringspun.train.launch import Job, launch, work
 from ringspun.train.loop import Hooks
 

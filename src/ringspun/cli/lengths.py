@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ringspun.errors import DataError
-from ringspun.train.sources import open_source
+from ringspun.train.data.sources import open_source
 
 MOST_TOKENS = 1 << 26
 """That are read where nobody says how long the sequence is."""

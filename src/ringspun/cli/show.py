@@ -114,7 +114,7 @@ def show(
 
 def _run(folders: Sequence[str], save: Path | None, *, as_json: bool) -> None:
     """A training run; unless asked for otherwise its page is drawn anew, too."""
-    from ringspun.train import run_page
+    from ringspun.train.reporting import run_page
 
     if len(folders) != 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from ringspun.train.config import TrainConfig
-    from ringspun.train.data import TrainingData
+    from ringspun.train.data.text import TrainingData
     from ringspun.train.recipe import Recipe
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -84,7 +84,7 @@ def _read(
     """Config, data and recipe, all of which are found right here, before anything starts."""
     _require("torch", "transformers", "safetensors", "filelock")
     from ringspun.train.config import load_config
-    from ringspun.train.open_data import open_data
+    from ringspun.train.data.opening import open_data
     from ringspun.train.recipe import OwnData, Recipe
 
     settings = load_config(config, ranks=ranks, output=output)
@@ -98,9 +98,9 @@ def _read(
 
 def _foresee(settings: TrainConfig, corpus: TrainingData, recipe: Recipe, *, device: str | None, fresh: bool) -> None:
     from ringspun.cli.train_tables import show_checkpoint, show_stages
+    from ringspun.train.checkpoints.resume import find_checkpoint
     from ringspun.train.dry_run import foresee
     from ringspun.train.launch import Job, check
-    from ringspun.train.resume import find_checkpoint
 
     check(Job(settings, corpus))
     show_stages(foresee(settings, recipe, device=device), device=device)
@@ -108,7 +108,7 @@ def _foresee(settings: TrainConfig, corpus: TrainingData, recipe: Recipe, *, dev
 
 
 def _train(settings: TrainConfig, corpus: TrainingData, *, fresh: bool, prove: bool, export: Path | None) -> None:
-    from ringspun.train import export as exporting  # heavy: only once config and data are right
+    from ringspun.train.checkpoints import export as exporting  # heavy: only once config and data are right
     from ringspun.train.launch import Job, launch
 
     first = os.environ.get("RANK", "0") == "0"

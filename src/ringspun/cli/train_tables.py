@@ -8,10 +8,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ringspun.train.checkpointing import Checkpoint
+from ringspun.train.checkpoints.checkpointing import Checkpoint
+from ringspun.train.checkpoints.resume import leg_at
 from ringspun.train.config import TrainConfig
 from ringspun.train.dry_run import Foreseen
-from ringspun.train.resume import leg_at
 from ringspun.train.stages import told
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from ringspun.core.host import is_integer
 from ringspun.errors import ConfigError, UnsupportedByRing
-from ringspun.train.causal_lm import CausalLMLoss
-from ringspun.train.loss import IGNORED, wide_rows
+from ringspun.train.losses.causal_lm import CausalLMLoss
+from ringspun.train.losses.loss import IGNORED, wide_rows
 
 if TYPE_CHECKING:
     from ringspun.torch import Plan

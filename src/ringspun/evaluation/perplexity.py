@@ -25,7 +25,7 @@ from ringspun.core.mask import Causal, Documents, Mask
 from ringspun.errors import ConfigError
 from ringspun.evaluation.exam import Tokens
 from ringspun.evaluation.judged import Judged, Logits, asking
-from ringspun.train.loss import IGNORED
+from ringspun.train.losses.loss import IGNORED
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel

@@ -16,17 +16,17 @@ from ringspun.errors import CheckpointError, ConfigError
 from ringspun.evaluation.exam import Tokenize
 from ringspun.evaluation.judged import Judged
 from ringspun.evaluation.texts import ByteTokenizer
-from ringspun.train.checkpointing import Checkpoint, latest, restore
+from ringspun.train.checkpoints.checkpointing import Checkpoint, latest, restore
+from ringspun.train.checkpoints.export import model_of
+from ringspun.train.checkpoints.manifests import MANIFEST, STATE, manifest_fault
+from ringspun.train.checkpoints.saved_model import no_progress_bar
 from ringspun.train.config import TrainConfig
-from ringspun.train.export import model_of
-from ringspun.train.fixed_rope import FixedRope, fix_rope
 from ringspun.train.init import TOKENIZER_FILES
-from ringspun.train.manifests import MANIFEST, STATE, manifest_fault
 from ringspun.train.model import build_model, is_transformers
 from ringspun.train.output import CHECKPOINTS
 from ringspun.train.recipe import Recipe
+from ringspun.train.rope.fixed_rope import FixedRope, fix_rope
 from ringspun.train.rope.reading import TYPES
-from ringspun.train.saved_model import no_progress_bar
 from ringspun.train.sections import validated
 
 

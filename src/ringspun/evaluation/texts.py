@@ -10,9 +10,9 @@ import numpy as np
 
 from ringspun.errors import DataError
 from ringspun.evaluation.exam import Tokens, bytes_of
-from ringspun.train.data import END_OF_DOCUMENT
-from ringspun.train.samples import Encoder
-from ringspun.train.sources import open_source
+from ringspun.train.data.samples import Encoder
+from ringspun.train.data.sources import open_source
+from ringspun.train.data.text import END_OF_DOCUMENT
 
 
 class ByteTokenizer:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ringspun.core.host import is_integer
 from ringspun.errors import DataError
 from ringspun.torch.sharding import IGNORED
-from ringspun.train.samples import LABELS
-from ringspun.train.stream import PackedStream
+from ringspun.train.data.samples import LABELS
+from ringspun.train.data.stream import PackedStream
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 

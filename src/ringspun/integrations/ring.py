@@ -24,7 +24,7 @@ from ringspun.errors import DataError, PlanError, UnsupportedByRing
 from ringspun.integrations.loaders import Collate, DataPlace, RingLoader, ring_loader
 from ringspun.integrations.transformers import NAME, PLAN_KEYWORD, plans, prepare
 from ringspun.torch import ContextParallel
-from ringspun.train.collate import (
+from ringspun.train.data.collate import (
     DOCUMENT_LENGTHS,
     POSITION_IDS,
     SCHEDULES,
@@ -36,11 +36,11 @@ from ringspun.train.collate import (
     sequence_fields,
     to_ring,
 )
-from ringspun.train.gradients import gradient_scale
-from ringspun.train.loss import token_loss
-from ringspun.train.mean import TokenMean
-from ringspun.train.meshes import JobMesh
-from ringspun.train.samples import INPUT_IDS, LABELS, LOSS_WEIGHTS
+from ringspun.train.data.samples import INPUT_IDS, LABELS, LOSS_WEIGHTS
+from ringspun.train.losses.loss import token_loss
+from ringspun.train.losses.mean import TokenMean
+from ringspun.train.parallel.meshes import JobMesh
+from ringspun.train.parallel.scaling import gradient_scale
 
 PADDING = "attention_mask"
 _WEIGHT_FIELDS = (LOSS_WEIGHTS, "shift_loss_weights", "total_loss_weight")

@@ -42,8 +42,8 @@ except ImportError as problem:
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel
-    from ringspun.train.collate import MaskRule
-    from ringspun.train.meshes import JobMesh
+    from ringspun.train.data.collate import MaskRule
+    from ringspun.train.parallel.meshes import JobMesh
 
 __all__ = ["RingTrainer", "RingTrainerMixin"]
 
@@ -55,8 +55,8 @@ class RingTrainerMixin:
 
     Args:
         context: this rank's ring; default: that of the mesh, or of all ranks. mesh: of
-            `ringspun.train.meshes.make_mesh`, where several rings read different sequences. mask: what the full layers
-            see within a document (default: causal).
+            `ringspun.train.parallel.meshes.make_mesh`, where several rings read different sequences. mask: what the
+            full layers see within a document (default: causal).
         args, kwargs: of the Trainer. Its model is prepared, if it was not; its `data_collator` makes whole sequences:
             see `RingBatches.inputs`. Data sets: rows by index, or a `PackedStream`.
     Raises:
@@ -163,7 +163,7 @@ class RingTrainerMixin:
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The share, times what the wrapper divides gradients by: `ringspun.train.gradients.gradient_scale`."""
+        """The share, times what the wrapper divides gradients by: `ringspun.train.parallel.scaling.gradient_scale`."""
         if num_items_in_batch is None:
             raise UnsupportedByRing("num_items_in_batch must be the targets of all ranks; got None.")
         share, outputs = self.share_of_loss(model, inputs, float(num_items_in_batch))

@@ -45,7 +45,11 @@ ARGUMENTS = (
     Setting("fp16", (False,), "Use bf16=True, or float32."),
     Setting("fp16_full_eval", (False,), "Use bf16=True, or float32."),
     Setting("deepspeed", (None, ""), "Its engine sums gradients in a way that is not known."),
-    Setting("fsdp", (None, "", [], False), "Trainer's FSDP was not tried: ringspun.train.wrapping, in your own loop."),
+    Setting(
+        "fsdp",
+        (None, "", [], False),
+        "Trainer's FSDP was not tried: ringspun.train.parallel.wrapping, in your own loop.",
+    ),
     Setting("parallelism_config", (None,), "Accelerate would share sequences out too. Give mesh= instead."),
 )
 TRAINER = (

@@ -26,11 +26,11 @@ from ringspun.errors import ConfigError
 from ringspun.testing.pool import RankPool
 from ringspun.torch import ContextParallel, Loopback, Partition
 from ringspun.torch.memory import peak_memory
-from ringspun.train.blockwise_layer import Attention, BlockwiseTransformerLayer, GatedFeedForward
-from ringspun.train.chunked_loss import Head, Terms, linear_token_loss
-from ringspun.train.loss import token_loss
+from ringspun.train.losses.chunked_loss import Head, Terms, linear_token_loss
+from ringspun.train.losses.loss import token_loss
+from ringspun.train.memory.blockwise_layer import Attention, BlockwiseTransformerLayer, GatedFeedForward
 from ringspun.train.rope import Default
-from ringspun.train.rotary import cos_sin
+from ringspun.train.rope.rotary import cos_sin
 
 PLAIN, EFFICIENT, BLOCKWISE = "plain", "efficient", "blockwise"
 MIB = 2**20

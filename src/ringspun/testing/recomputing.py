@@ -29,7 +29,7 @@ from ringspun.testing.strategies import Block, Model
 from ringspun.testing.timing import threads_per_rank
 from ringspun.torch import ContextParallel
 from ringspun.torch.memory import peak_memory
-from ringspun.train.recompute import Policy, apply_checkpointing
+from ringspun.train.memory.recompute import Policy, apply_checkpointing
 
 ELEMENT = 4
 """Bytes of float32, in which all of it runs."""

@@ -15,9 +15,9 @@ from ringspun.core.partition import Partition
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError, RingspunWarning
 from ringspun.train.context_schedule import AnyRope
-from ringspun.train.data_config import DataConfig
+from ringspun.train.data.config import DataConfig
+from ringspun.train.parallel.sharding import SHARDED, Sharding, check_sharding
 from ringspun.train.sections import Section, validated
-from ringspun.train.sharding import SHARDED, Sharding, check_sharding
 from ringspun.train.stages import MESH, Decay, Kept, Leg, TrainStage, check_decay, legs
 
 _OF_STAGES = ("seq_len", "steps", "warmup_steps", "final_lr", "decay", "decay_steps")

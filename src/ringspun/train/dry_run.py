@@ -20,10 +20,10 @@ from ringspun.planner.split import Split
 from ringspun.planner.time import Job, step
 from ringspun.torch.gemm import gemm_seconds, timed
 from ringspun.train.config import TrainConfig
-from ringspun.train.meter import planned
 from ringspun.train.model import build_shapes, route_of
+from ringspun.train.parallel.sharding import SHARDED
 from ringspun.train.recipe import Recipe
-from ringspun.train.sharding import SHARDED
+from ringspun.train.reporting.meter import planned
 from ringspun.train.stages import Leg
 
 STATE_BYTES = 16

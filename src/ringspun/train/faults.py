@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ringspun.train.mesh import Mesh
+from ringspun.train.parallel.ranks import Mesh
 
 _NONE = float("inf")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ringspun.train.data import PackedSequence, Position
-from ringspun.train.fixed_rope import FixedRope, fix_rope
+from ringspun.train.data.text import PackedSequence, Position
+from ringspun.train.rope.fixed_rope import FixedRope, fix_rope
 
 if TYPE_CHECKING:
     from ringspun.train.loop import Run, TrainState

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringspun.errors import ConfigError
-from ringspun.train.saved_model import no_progress_bar
+from ringspun.train.checkpoints.saved_model import no_progress_bar
 
 if TYPE_CHECKING:
     from torch import nn

@@ -24,19 +24,19 @@ from ringspun.core.host import cores, end_with_parent
 from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError, LaunchError, PeerError, RingBroken, RingspunError
 from ringspun.steplog import FOLDER_VARIABLE, dump_on_signal
-from ringspun.train.checkpointing import tidy
+from ringspun.train.checkpoints.checkpointing import tidy
+from ringspun.train.checkpoints.resume import find_checkpoint
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import TrainingData
+from ringspun.train.data.text import TrainingData
+from ringspun.train.data.vocabulary import model_vocabulary
 from ringspun.train.loop import Hooks, Run, train_stages
-from ringspun.train.mesh import Mesh
-from ringspun.train.meshes import JobMesh, check_sizes, make_mesh
 from ringspun.train.model import route_of
 from ringspun.train.output import CHECKPOINTS, claimed
+from ringspun.train.parallel.meshes import JobMesh, check_sizes, make_mesh
+from ringspun.train.parallel.ranks import Mesh
 from ringspun.train.recipe import Recipe
-from ringspun.train.resume import find_checkpoint
-from ringspun.train.run_page import drawn_on_failure
+from ringspun.train.reporting.run_page import drawn_on_failure
 from ringspun.train.stages import Leg
-from ringspun.train.vocabulary import model_vocabulary
 
 _TIMEOUT_S = 600
 _CAUSE_FIRST_S = 2.0

@@ -19,30 +19,30 @@ from ringspun.core.wire import Format
 from ringspun.errors import CheckpointError, ConfigError
 from ringspun.pictures import Scene
 from ringspun.torch.memory import peak_memory
-from ringspun.train import checkpointing
-from ringspun.train.checkpointing import Checkpoint
+from ringspun.train.checkpoints import checkpointing
+from ringspun.train.checkpoints.checkpointing import Checkpoint
+from ringspun.train.checkpoints.resume import find_checkpoint, leg_at
+from ringspun.train.checkpoints.saving import is_checkpoint, save_run
 from ringspun.train.config import TrainConfig
-from ringspun.train.contents import manifest
-from ringspun.train.data import PackedSequence, Position, Sequences, TrainingData
+from ringspun.train.data.contents import manifest
+from ringspun.train.data.packed import PackedSequences
+from ringspun.train.data.text import PackedSequence, Position, Sequences, TrainingData
 from ringspun.train.faults import Why
-from ringspun.train.gradient import FlatGradient, Gradient, WrappedGradient
-from ringspun.train.gradients import gradient_scale
 from ringspun.train.held_out import evaluate
-from ringspun.train.mean import TokenMean
-from ringspun.train.mesh import Mesh, check_step
-from ringspun.train.meshes import JobMesh
-from ringspun.train.meter import StepMeter
+from ringspun.train.losses.mean import TokenMean
 from ringspun.train.model import NOTHING, Shard, attention_shape, build_loss, is_transformers
 from ringspun.train.optimizer import build_optimizer, set_rate
 from ringspun.train.output import CHECKPOINTS, DATA_MANIFEST, write_whole
-from ringspun.train.packed_data import PackedSequences
+from ringspun.train.parallel.gradient import FlatGradient, Gradient, WrappedGradient
+from ringspun.train.parallel.meshes import JobMesh
+from ringspun.train.parallel.ranks import Mesh, check_step
+from ringspun.train.parallel.scaling import gradient_scale
+from ringspun.train.parallel.sharding import SHARDED
+from ringspun.train.parallel.wrapping import split_layers, wrap
 from ringspun.train.recipe import Recipe
-from ringspun.train.report import Report, StepRecord
-from ringspun.train.resume import find_checkpoint, leg_at
-from ringspun.train.saving import is_checkpoint, save_run
-from ringspun.train.sharding import SHARDED
+from ringspun.train.reporting.meter import StepMeter
+from ringspun.train.reporting.report import Report, StepRecord
 from ringspun.train.stages import Leg, learning_rate, told
-from ringspun.train.wrapping import split_layers, wrap
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel

@@ -15,18 +15,18 @@ from ringspun.core.route import Ring, Route
 from ringspun.errors import ConfigError
 from ringspun.integrations import transformers as hf
 from ringspun.integrations.transformers.layers import text_config
-from ringspun.train.causal_lm import CausalLMLoss
-from ringspun.train.chunked_loss import Head, Terms, linear_token_loss
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import PackedSequence
-from ringspun.train.decoder_blocks import apply_blockwise
-from ringspun.train.fixed_rope import fix_rope
+from ringspun.train.data.text import PackedSequence
+from ringspun.train.data.vocabulary import model_vocabulary, vocabulary_of
 from ringspun.train.init import load_init
-from ringspun.train.loss import token_loss
+from ringspun.train.losses.causal_lm import CausalLMLoss
+from ringspun.train.losses.chunked_loss import Head, Terms, linear_token_loss
+from ringspun.train.losses.loss import token_loss
+from ringspun.train.memory.decoder_blocks import apply_blockwise
+from ringspun.train.memory.recompute import apply_checkpointing
 from ringspun.train.recipe import Recipe
-from ringspun.train.recompute import apply_checkpointing
 from ringspun.train.rope import head_size_of
-from ringspun.train.vocabulary import model_vocabulary, vocabulary_of
+from ringspun.train.rope.fixed_rope import fix_rope
 
 if TYPE_CHECKING:
     from ringspun.torch import ContextParallel, Plan
@@ -103,7 +103,7 @@ def put_on_ring(model: nn.Module, config: TrainConfig) -> nn.Module:
             if getattr(config, name) != off:
                 raise ConfigError(
                     f"{name} must not be given for a recipe's own model; got {getattr(config, name)!r}. Do it in "
-                    "build_model (ringspun.train.blockwise, ringspun.train.recompute)."
+                    "build_model (ringspun.train.memory.blockwise, ringspun.train.memory.recompute)."
                 )
         return model
     if config.feed_forward_block is not None:

@@ -25,15 +25,15 @@ from ringspun import Causal
 from ringspun.core.host import cores
 from ringspun.errors import ProofError
 from ringspun.torch.memory import peak_memory
+from ringspun.train.checkpoints.shards import is_cut, whole_model
 from ringspun.train.config import TrainConfig
-from ringspun.train.data import PackedSequence
-from ringspun.train.gradient import FlatGradient
+from ringspun.train.data.text import PackedSequence
 from ringspun.train.loop import Run, TrainState
-from ringspun.train.loss import IGNORED, token_loss
+from ringspun.train.losses.loss import IGNORED, token_loss
 from ringspun.train.model import Shard, build_model, shard_loss
 from ringspun.train.output import write_whole
-from ringspun.train.report import MIB
-from ringspun.train.shards import is_cut, whole_model
+from ringspun.train.parallel.gradient import FlatGradient
+from ringspun.train.reporting.report import MIB
 
 TOLERANCE = 1e-4  # largest difference over largest value, float32
 _PLAIN = "ringspun_plain"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from ringspun.torch import ContextParallel
     from ringspun.train.config import TrainConfig
-    from ringspun.train.contents import Contents
-    from ringspun.train.data import Sequences
+    from ringspun.train.data.contents import Contents
+    from ringspun.train.data.text import Sequences
     from ringspun.train.model import Shard
     from ringspun.train.stages import Leg
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ringspun.train.context_schedule import Stage
+from ringspun.train.parallel.sharding import Sharding
 from ringspun.train.rope import Default, Rope
-from ringspun.train.sharding import Sharding
 
 if TYPE_CHECKING:
     from ringspun.train.config import TrainConfig

@@ -66,7 +66,7 @@ def model(model: nn.Module, config: Any) -> None:
             raise UnsupportedByRing(
                 f"rope_type must not depend on the longest position of a call on a ring; got {found.pop()!r} at "
                 f"{path}. Ranks would rotate by different frequencies. Before prepare, fix them for a length that all "
-                "ranks know: ringspun.train.fixed_rope.fix_rope(model, seq_len=...)."
+                "ranks know: ringspun.train.rope.fixed_rope.fix_rope(model, seq_len=...)."
             )
         _frequencies(path, module)
 
@@ -78,7 +78,7 @@ def _frequencies(path: str, module: nn.Module) -> None:
             warnings.warn(
                 f"{name} should be float32; got {x.dtype}. A cast of the model rounded its rotary frequencies: angles "
                 "are off by radians from some hundred tokens on. Load it with dtype=..., or write "
-                "ringspun.train.fixed_rope.fix_rope(model, seq_len=...) before prepare.",
+                "ringspun.train.rope.fixed_rope.fix_rope(model, seq_len=...) before prepare.",
                 RingspunWarning,
                 stacklevel=4,
             )
@@ -122,7 +122,7 @@ def labels(kwargs: dict[str, Any], follows_shift_labels: bool, name: str) -> Non
     if not follows_shift_labels:
         raise UnsupportedByRing(
             f"labels must be None on a ring; {name} shifts them itself, whatever shift_labels says. "
-            "Compute the loss from its logits: ringspun.train.loss.token_loss."
+            "Compute the loss from its logits: ringspun.train.losses.loss.token_loss."
         )
 
 

@@ -109,7 +109,7 @@ def of(
     """A run from its log.
 
     Args:
-        records: of the log, in order (`ringspun.train.log`). steps: planned; default those that are told of.
+        records: of the log, in order (`ringspun.train.reporting.log`). steps: planned; default those that are told of.
         settings: see `RunFigure`. pictures: by stage, the file of its ring's. most: points of a curve.
     """
     done = [_with_memory(r) for r in records if "loss" in r]

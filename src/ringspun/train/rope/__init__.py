@@ -11,9 +11,10 @@
 
 A value reads and writes Hugging Face's `rope_parameters`, and gives the numbers that Transformers gives, in float64.
 What needs the length is asked for it: there is no length that one rank could take from its own positions. NumPy only;
-`ringspun.train.rotary` turns tensors by it.
+`ringspun.train.rope.rotary` turns tensors by it.
 
-`base.py` has what they share, `scalings.py` the types, `reading.py` reads a config.
+`base.py` has what they share, `scalings.py` the types, `reading.py` reads a config; `fixed_rope.py` fixes a
+Hugging Face model's rotations for a length that all ranks know.
 """
 
 from ringspun.train.rope.base import Rope
