@@ -10,4 +10,6 @@
     stream.py         all documents as one resumable stream of sequences; walk.py: where it is
     packed.py         that stream as the sequences of `ringspun train`
     contents.py       what is in the files: checksums, compared on resume and when they are read
+
+Nothing is imported here.
 """

@@ -4,4 +4,6 @@
     blockwise_layer.py  a transformer layer of them
     decoder_blocks.py   the feed-forward layers of any Hugging Face decoder, run so
     recompute.py        activation checkpointing by policy: what is kept of a layer, what runs again
+
+Nothing is imported here.
 """

@@ -5,4 +5,6 @@
     gradient.py  one gradient of all ranks' shares, whoever sums it
     scaling.py   the factor of DDP and FSDP; norm and clipping over meshes
     ranks.py     all ranks of a job: what they gather, the one all-reduce, the check for NaN and Inf
+
+Nothing is imported here.
 """

@@ -4,4 +4,6 @@
     log.py       one line a step, which a full disk only delays
     meter.py     what a step took: time, MFU, how long ranks waited
     run_page.py  a run's folder as a page of curves, stage by stage
+
+Nothing is imported here.
 """
