@@ -92,6 +92,8 @@ class LineModel(nn.Module):
         rope: its rotations; another length may want others.
     """
 
+    reach = LAYERS * (TAPS - 1)  # tokens that its convolutions look back, for `ringspun eval`
+
     def __init__(self, rope: Rope) -> None:
         super().__init__()
         self.rope = rope
@@ -244,7 +246,7 @@ def judged(model: LineModel) -> Judged:
     def logits(ids: Tensor, plan: Plan, position_ids: Tensor, rows: Tensor) -> Tensor:
         return model.head(model.hidden(ids, plan, position_ids)[:, rows])  # type: ignore[no-any-return]
 
-    return Judged(logits, LAYERS * (TAPS - 1))
+    return Judged(logits, model.reach)
 
 
 @torch.no_grad()
