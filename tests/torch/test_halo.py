@@ -145,6 +145,16 @@ def test_second_derivatives():
     torch.autograd.gradgradcheck(lambda x, w: part.causal_conv1d(x, w).sin(), (x, weight))
 
 
+def test_rows_are_the_caller_s_to_change():
+    """Counting down in place, as a loop over taps may, must not move what later layers read."""
+    part = ContextParallel(Loopback(2)).partition(9)
+    x = torch.arange(1.0, 10.0)[None, :, None]
+    before = part.shift(x, 2)
+    _, rows = part.halo(x, before=2)
+    rows -= 1
+    assert torch.equal(part.shift(x, 2), before)
+
+
 def test_channels_first_and_the_weight_of_a_module():
     part = ContextParallel(Loopback(2)).partition(9)
     x, module = torch.randn(2, 9, 4), torch.nn.Conv1d(4, 4, 3, groups=4)

@@ -128,7 +128,8 @@ class Partition:
                 elsewhere. ShapeError, DtypeError: a tensor that cannot be widened. PlanMismatchError: ranks call with
                 different things. Others as `Plan.attention`.
         """
-        return widened(self, x, before, dim)
+        wide, rows = widened(self, x, before, dim)
+        return Halo(wide, rows.clone())  # the caller's own: later halos and shifts read the others
 
     def shift(self, x: Tensor, by: int = 1, *, dim: int = 1) -> Tensor:
         """Of each row of this process, the row `by` tokens before it in its document; zeros where there is none.
