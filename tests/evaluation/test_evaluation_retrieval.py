@@ -167,6 +167,7 @@ def test_wilson_solves_its_equation(asked, share):
 def test_wilson_of_known_cases():
     assert wilson(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-6)
     assert wilson(0, 0) == (0.0, 1.0)
+    assert {(wilson(0, n)[0], wilson(n, n)[1]) for n in range(1, 300)} == {(0.0, 1.0)}  # no rounding
     assert wilson(249, 250) == pytest.approx((0.977694, 0.999293), abs=1e-6)
 
 

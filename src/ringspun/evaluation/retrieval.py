@@ -98,7 +98,7 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
     share, z2 = right / asked, Z_95**2
     middle = (share + z2 / (2 * asked)) / (1 + z2 / asked)
     half = Z_95 / (1 + z2 / asked) * math.sqrt(share * (1 - share) / asked + z2 / (4 * asked**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, middle - half) if right else 0.0, min(1.0, middle + half) if right < asked else 1.0
 
 
 def retrieval(
