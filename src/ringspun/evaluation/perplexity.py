@@ -113,7 +113,7 @@ def perplexity(
             raise ConfigError(f"windows must be even, from 2 to the {seq_len} tokens of a sequence; got {window}.")
     edges = np.linspace(0, seq_len, buckets + 1).round().astype(np.int64)
     judged, counted = Judged.of(model), _Counted(edges, 1 + len(windows))
-    with asking(model):
+    with asking(judged):
         for ids in sequences:
             for row, window in enumerate((seq_len, *windows)):
                 for passed in _passes(ids, window):
