@@ -178,6 +178,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, llama):
         (("--save", "nowhere/x.png"), "save and json must be files in a folder that is there; got nowhere/x.png."),
         (("--save", "x.pdf"), "save's ending must be one of .png, .svg, .html; got '.pdf'."),
         (("--recipe", "r.py", "--seq-len", 256), "recipe must come with a run or a checkpoint of it; got"),
+        (("--window", 64), "window must be given for perplexity alone; got 64 for lines."),
+        (("--task", "perplexity", "--data", ".", "--window", 7), "window must be even, and not longer than 512"),
+        (("--task", "perplexity", "--data", ".", "--window", 1024), "window must be even, and not longer than 512"),
+        (("--task", "passkey", "--hard-negatives"), "hard-negatives must be given for lines alone; got passkey."),
         (("--dtype", "float16"), "dtype must be one of float32, bfloat16; got 'float16'."),
     ],
 )  # fmt: skip

@@ -130,6 +130,9 @@ def test_what_cannot_be_is_refused():
         lines(64)
     with pytest.raises(ConfigError, match="seq_len must have room for a sentence at each of 10 depths; got 300"):
         passkey(300)
+    assert passkey(150, depths=1).seq_len <= 150
+    with pytest.raises(ConfigError, match="seq_len must have room for a sentence at each of 1 depths; got 100, which"):
+        passkey(100, depths=1)  # the key and the question alone are longer
     with pytest.raises(ConfigError, match="questions must be at most 99, the names that keys have; got 100"):
         passkey(10_000, questions=100)
     with pytest.raises(ConfigError, match="depths must be at least 1; got 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -11,10 +12,13 @@ from stub_models import VOCAB, WithConvolutions, llama
 from torch import nn
 
 from ringspun.errors import ConfigError, DataError
+from ringspun.evaluation.heatmap import curves
 from ringspun.evaluation.judged import Judged
 from ringspun.evaluation.perplexity import LossByPosition, perplexity
 from ringspun.evaluation.texts import ByteTokenizer, held_out
 from ringspun.integrations.transformers import prepare
+from ringspun.pictures.page import page
+from ringspun.pictures.terminal.evaluation import of_loss
 from ringspun.torch import ContextParallel, Loopback
 
 S, BUCKETS = 41, 5
@@ -71,6 +75,23 @@ def test_numbers_for_json():
     told = curve.as_dict()
     assert told["loss"] == [2.0, None] and told["perplexity"] == pytest.approx(math.exp(2.0))
     assert told["windows"] == [{"tokens": 4, "loss": [3.0, None], "mean_loss": 3.0}]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf], ids=["nan", "inf"])
+def test_a_loss_that_is_not_finite_is_not_left_out_of_the_mean(value):
+    """A model that breaks far out must not look better for it; and JSON and pictures know no such numbers."""
+
+    def breaks(ids, plan, position_ids):
+        broken = (position_ids[..., None] >= 20) & (torch.arange(VOCAB) > 0)
+        return torch.where(broken, value, torch.zeros(*ids.shape, VOCAB))
+
+    curve = perplexity(breaks, RING, TEXTS, buckets=4, windows=(10,))
+    assert not math.isfinite(curve.means[0]) and curve.means[1] == pytest.approx(math.log(VOCAB))
+    told = json.loads(json.dumps(curve.as_dict(), allow_nan=False))
+    assert told["mean_loss"] is told["perplexity"] is told["loss"][3] is None and told["loss"][0] > 0
+    figure = curves(curve)
+    assert figure.means[0] is None and figure.notes and figure.losses[0][3] is None
+    assert "none" in str(of_loss(figure)[5]) and "null" in page([figure])
 
 
 def test_what_cannot_be_is_refused():

@@ -137,9 +137,24 @@ def test_sliding_windows_are_asked_one_by_one_and_right():
 
 def test_a_model_is_left_in_the_mode_that_it_was_in():
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
-    with asking(model):
+    with asking(Judged.of(model)):
         assert not any(module.training for module in model.modules()) and not torch.is_grad_enabled()
     assert [module.training for module in model.modules()] == [True, True, False] and torch.is_grad_enabled()
+
+
+def test_a_module_in_training_is_asked_without_its_dropout_however_it_is_given():
+    class Drops(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = torch.nn.Dropout(0.9)
+
+        def forward(self, ids, plan, position_ids):
+            return self.drop(torch.nn.functional.one_hot(ids, 128).double())
+
+    model = Drops()
+    exam = Exam(np.arange(9), tuple(Question(np.full(9, 5), 8, 0.5) for _ in range(4)))  # fives follow fives
+    for asked in (model, Judged.of(model)):
+        assert answers(asked, ALONE, exam, reach=0).all() and model.training
 
 
 def test_every_depth_is_asked_about_as_often_over_documents():
@@ -167,6 +182,7 @@ def test_wilson_solves_its_equation(asked, share):
 def test_wilson_of_known_cases():
     assert wilson(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-6)
     assert wilson(0, 0) == (0.0, 1.0)
+    assert {(wilson(0, n)[0], wilson(n, n)[1]) for n in range(1, 300)} == {(0.0, 1.0)}  # no rounding
     assert wilson(249, 250) == pytest.approx((0.977694, 0.999293), abs=1e-6)
 
 

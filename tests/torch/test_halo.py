@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringspun import Balanced, Causal, Contiguous, Documents, DocumentZigzag, Full, Striped, Zigzag
 from ringspun.core.wire import END_BYTES, HEADER_BYTES, aligned
-from ringspun.errors import DtypeError, PlanError, RingspunError, ShapeError, TransferError
+from ringspun.errors import DtypeError, NotDifferentiable, PlanError, RingspunError, ShapeError, TransferError
 from ringspun.testing.faults import Faulty, Flip
 from ringspun.torch import ContextParallel, Loopback
 
@@ -145,6 +145,16 @@ def test_second_derivatives():
     torch.autograd.gradgradcheck(lambda x, w: part.causal_conv1d(x, w).sin(), (x, weight))
 
 
+def test_rows_are_the_caller_s_to_change():
+    """Counting down in place, as a loop over taps may, must not move what later layers read."""
+    part = ContextParallel(Loopback(2)).partition(9)
+    x = torch.arange(1.0, 10.0)[None, :, None]
+    before = part.shift(x, 2)
+    _, rows = part.halo(x, before=2)
+    rows -= 1
+    assert torch.equal(part.shift(x, 2), before)
+
+
 def test_channels_first_and_the_weight_of_a_module():
     part = ContextParallel(Loopback(2)).partition(9)
     x, module = torch.randn(2, 9, 4), torch.nn.Conv1d(4, 4, 3, groups=4)
@@ -206,6 +216,13 @@ REFUSED = {
     "no weight": (lambda part: part.causal_conv1d(X, torch.zeros(2, 0)), ShapeError, "weight must be"),
     "dtype": (lambda part: part.causal_conv1d(X, torch.zeros(2, 3).double()), DtypeError, "of one dtype"),
     "bias": (lambda part: part.causal_conv1d(X, torch.zeros(2, 3), torch.zeros(3)), ShapeError, "bias must be .2."),
+    "meta": (
+        lambda part: part.causal_conv1d(X, torch.zeros(2, 3, device="meta")),
+        DtypeError,
+        "on x's device; got meta",
+    ),
+    "unsigned": (lambda part: part.shift(X.to(torch.uint16)), DtypeError, "torch can place .*; got torch.uint16"),
+    "tangent": (lambda part: torch.func.jvp(part.shift, (X,), (X,)), NotDifferentiable, "no.* carry a forward-mode"),
     "conv dim": (lambda part: part.causal_conv1d(X, torch.zeros(2, 3), dim=0), ShapeError, r"or \[B, C, T\]"),
 }
 

@@ -126,6 +126,7 @@ REFUSED = {
     "use_cache": True,
     "include_for_metrics": ["loss"],
     "auto_find_batch_size": True,
+    "include_num_input_tokens_seen": "non_padding",
     "torch_compile": True,
     "optim": "lomo",
     "accelerator_config": {"split_batches": True},

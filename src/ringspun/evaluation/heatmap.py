@@ -22,10 +22,12 @@ def heatmap(grid: Grid, *, model: str = "", notes: tuple[str, ...] = ()) -> Retr
 
 
 def curves(loss: LossByPosition, *, model: str = "", notes: tuple[str, ...] = ()) -> LossFigure:
-    """Mean losses by position. Arguments as for `heatmap`."""
-    rows = tuple(tuple(None if math.isnan(x) else x for x in row) for row in loss.losses)
-    words = f"perplexity {math.exp(min(loss.means[0], 700.0)):,.4g} over {loss.seq_len:,} tokens"
-    return LossFigure(_of(words, model), notes, loss.edges, loss.windows, rows, loss.means)
+    """Mean losses by position, of those that are finite. Arguments as for `heatmap`."""
+    *rows, means = (tuple(x if math.isfinite(x) else None for x in row) for row in (*loss.losses, loss.means))
+    if None in means:
+        notes = (*notes, "the model's loss is not a finite number everywhere")
+    words = f"perplexity {loss.perplexity:,.4g} over {loss.seq_len:,} tokens"
+    return LossFigure(_of(words, model), notes, loss.edges, loss.windows, tuple(rows), means)
 
 
 def _of(words: str, model: str) -> str:

@@ -73,6 +73,14 @@ class EvalJob:
                 raise ConfigError(f"{count} must be at least 1; got {getattr(self, count)}.")
         if (PERPLEXITY in self.tasks) != (self.data is not None):
             raise ConfigError("data must be given for perplexity, and for it alone. Give held-out documents.")
+        if self.windows and PERPLEXITY not in self.tasks:
+            raise ConfigError(f"window must be given for perplexity alone; got {self.windows[0]} for {self.tasks[0]}.")
+        most = max(self.seq_lens)
+        for window in self.windows:
+            if window % 2 or window > most:
+                raise ConfigError(f"window must be even, and not longer than {most} tokens; got {window}.")
+        if self.hard_negatives and LINES not in self.tasks:
+            raise ConfigError(f"hard-negatives must be given for lines alone; got {self.tasks[0]}.")
         short = [n for n in self.seq_lens if n < max(self.ranks, 2)]
         if short:
             raise ConfigError(f"seq-len must leave every rank a token; got {short[0]} and {self.ranks} ranks.")

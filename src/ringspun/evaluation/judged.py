@@ -42,11 +42,13 @@ class Judged:
             none. None: not known, or attention itself asks how far apart tokens lie in the batch (a sliding window); it
             can be asked one question at a time alone.
         chunked: `losses` without the logits of all rows at once.
+        module: what it is made of, where that is a module: `asking` puts it in evaluation mode.
     """
 
     logits: Callable[[Tensor, Plan, Tensor, Tensor], Tensor]
     reach: int | None = None
     chunked: Callable[[Tensor, Plan, Tensor, Tensor], Tensor] | None = None
+    module: nn.Module | None = None
 
     def losses(self, ids: Tensor, plan: Plan, position_ids: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy (nats) of each row of this rank ``[1, T]``, in float32 or float64; 0 where there is none.
@@ -87,7 +89,7 @@ class Judged:
         def some(ids: Tensor, plan: Plan, position_ids: Tensor, rows: Tensor) -> Tensor:
             return model(ids, plan, position_ids)[:, rows]
 
-        return cls(some, reach)
+        return cls(some, reach, module=model if isinstance(model, nn.Module) else None)
 
 
 def _of_transformers(model: nn.Module) -> Judged:
@@ -116,7 +118,7 @@ def _of_transformers(model: nn.Module) -> Judged:
         assert loss is not None
         return loss.token_losses(targets, **inputs(ids, plan, position_ids))
 
-    return Judged(some, None if windowed or by_length else 0, None if loss is None else chunked)
+    return Judged(some, None if windowed or by_length else 0, None if loss is None else chunked, model)
 
 
 def _loss_of(model: nn.Module) -> CausalLMLoss | None:
@@ -128,9 +130,9 @@ def _loss_of(model: nn.Module) -> CausalLMLoss | None:
 
 
 @contextmanager
-def asking(model: object) -> Iterator[None]:
+def asking(judged: Judged) -> Iterator[None]:
     """Without gradients, and a module in evaluation mode, as it was afterwards."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modules = [] if judged.module is None else list(judged.module.modules())
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False

@@ -88,8 +88,9 @@ def passkey(
     keys = ["".join(map(str, row)) for row in rng.integers(10, size=(questions, DIGITS)).tolist()]
     hidden = [(name, key, tokenize(statement(name, key))) for name, key in zip(names, keys, strict=False)]
     longest = max(len(tokenize(prompt(name) + key)) for name, key, _ in hidden)
-    filler = _filler(rng, seq_len - len(start) - longest - sum(len(ids) for *_, ids in hidden), tokenize)
-    if len(filler) + 1 < depths:
+    room = seq_len - len(start) - longest - sum(len(ids) for *_, ids in hidden)
+    filler = _filler(rng, room, tokenize)
+    if room < 0 or len(filler) + 1 < depths:
         raise ConfigError(
             f"seq_len must have room for a sentence at each of {depths} depths; got {seq_len}, which has for "
             f"{len(filler)} beside {questions} key(s). Give a longer one, or fewer depths or keys."

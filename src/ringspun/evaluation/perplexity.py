@@ -53,26 +53,37 @@ class LossByPosition:
 
     @property
     def means(self) -> tuple[float, ...]:
-        """The loss over all tokens, with the whole context, then with each window."""
+        """The loss over all tokens, with the whole context, then with each window; NaN where that of a token is."""
         weights = np.array(self.tokens)
-        return tuple(float(np.nansum(np.array(row) * weights) / weights.sum()) for row in self.losses)
+        there = weights > 0  # a bucket without tokens has no loss; NaN elsewhere is the model's
+        return tuple(float(np.array(row)[there] @ weights[there] / weights.sum()) for row in self.losses)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss over all tokens with the whole context."""
+        loss = self.means[0]
+        return math.exp(min(loss, 700.0)) if math.isfinite(loss) else loss
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; no loss is None."""
-        rows = [[None if math.isnan(x) else x for x in row] for row in self.losses]
+        """Plain data for JSON; no loss, or one that is not finite, is None."""
+        rows = [[_finite(x) for x in row] for row in self.losses]
         return {
             "task": "perplexity",
             "seq_len": self.seq_len,
             "edges": list(self.edges),
             "tokens": list(self.tokens),
             "loss": rows[0],
-            "mean_loss": self.means[0],
-            "perplexity": math.exp(min(self.means[0], 700.0)),
+            "mean_loss": _finite(self.means[0]),
+            "perplexity": _finite(self.perplexity),
             "windows": [
-                {"tokens": window, "loss": row, "mean_loss": mean}
+                {"tokens": window, "loss": row, "mean_loss": _finite(mean)}
                 for window, row, mean in zip(self.windows, rows[1:], self.means[1:], strict=True)
             ],
         }
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 def perplexity(
@@ -102,7 +113,7 @@ def perplexity(
             raise ConfigError(f"windows must be even, from 2 to the {seq_len} tokens of a sequence; got {window}.")
     edges = np.linspace(0, seq_len, buckets + 1).round().astype(np.int64)
     judged, counted = Judged.of(model), _Counted(edges, 1 + len(windows))
-    with asking(model):
+    with asking(judged):
         for ids in sequences:
             for row, window in enumerate((seq_len, *windows)):
                 for passed in _passes(ids, window):

@@ -98,7 +98,7 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
     share, z2 = right / asked, Z_95**2
     middle = (share + z2 / (2 * asked)) / (1 + z2 / asked)
     half = Z_95 / (1 + z2 / asked) * math.sqrt(share * (1 - share) / asked + z2 / (4 * asked**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, middle - half) if right else 0.0, min(1.0, middle + half) if right < asked else 1.0
 
 
 def retrieval(
@@ -136,8 +136,7 @@ def retrieval(
         for number in range(documents):
             asked_before = number * questions
             exam = make(seq_len, questions=questions, depths=depths, seed=[seed, seq_len, number], first=asked_before)
-            with asking(model):
-                exact = answers(judged, context, exam)
+            exact = answers(judged, context, exam)
             bins = [depth_bin(question.depth, depths) for question in exam.questions]
             np.add.at(asked[row], bins, 1)
             np.add.at(right[row], bins, exact)
@@ -145,7 +144,6 @@ def retrieval(
     return Grid(name, tuple(seq_lens), *(tuple(map(tuple, table.tolist())) for table in (right, asked)))
 
 
-@torch.no_grad()
 def answers(
     model: nn.Module | Logits | Judged, context: ContextParallel, exam: Exam, *, reach: int | None = None
 ) -> NDArray[np.bool_]:
@@ -157,8 +155,9 @@ def answers(
     """
     judged = Judged.of(model, reach=reach)
     wrong = np.zeros(len(exam.questions), np.int64)
-    for passed in _passes(exam, judged.reach):
-        passed.count_wrong(judged, context, wrong)
+    with asking(judged):
+        for passed in _passes(exam, judged.reach):
+            passed.count_wrong(judged, context, wrong)
     total = context.driver.all_reduce(torch.from_numpy(wrong))
     return np.asarray(total.numpy() == 0)
 

@@ -62,13 +62,16 @@ def backward(accelerator: Accelerator, model: nn.Module, ring: RingBatches, batc
 
 @torch.no_grad()
 def evaluate(model: nn.Module, ring: RingBatches, loader: Iterable[Batch]) -> float:
-    """The mean loss over all targets of all ranks; 0 without any. Collective. The model's mode stays as it was."""
-    training, summed, targets = model.training, 0.0, 0.0
+    """The mean loss over all targets of all ranks; 0 without any. Collective. Every module's mode stays as it was."""
+    modes, summed, targets = [(module, module.training) for module in model.modules()], 0.0, 0.0
     model.eval()
-    for batch in loader:
-        local = ring.inputs(model, batch)
-        share, _ = ring.share(model, local, 1)
-        summed += float(ring.mean.whole(share.double()))
-        targets += ring.mean.count([local]).total
-    model.train(training)
+    try:
+        for batch in loader:
+            local = ring.inputs(model, batch)
+            share, _ = ring.share(model, local, 1)
+            summed += float(ring.mean.whole(share.double()))
+            targets += ring.mean.count([local]).total
+    finally:
+        for module, training in modes:
+            module.training = training
     return summed / (targets or 1)

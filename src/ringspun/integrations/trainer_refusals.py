@@ -40,6 +40,7 @@ ARGUMENTS = (
     Setting("predict_with_generate", (False,), "A ring generates no tokens."),
     Setting("include_for_metrics", ([],), "No rank holds a sequence's logits: evaluate gives the loss."),
     Setting("batch_eval_metrics", (False,), "No rank holds a sequence's logits: evaluate gives the loss."),
+    Setting("include_num_input_tokens_seen", ("no", "all", False, True), "A shard's padding is not told apart."),
     Setting("auto_find_batch_size", (False,), "A rank that runs out of memory would begin anew alone."),
     Setting("torch_compile", (False,), "A compiled Trainer was not tried on a ring: compile the model yourself."),
     Setting("fp16", (False,), "Use bf16=True, or float32."),

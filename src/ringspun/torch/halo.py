@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ringspun.core import halo as core_halo
 from ringspun.core import partition as core_partition
@@ -22,7 +23,7 @@ from ringspun.core.halo import Integers
 from ringspun.core.host import is_integer
 from ringspun.core.text import shown
 from ringspun.core.wire import Payload
-from ringspun.errors import DtypeError, PlanError, RingspunError, ShapeError
+from ringspun.errors import DtypeError, NotDifferentiable, PlanError, RingspunError, ShapeError
 from ringspun.torch import sharding
 from ringspun.torch.drivers.base import Driver, digest_of
 from ringspun.torch.kernels.base import accumulator_dtype
@@ -247,6 +248,9 @@ def _ready(part: Partition, before: int) -> Ready:
     return part.halos[int(before)]
 
 
+_NOT_INDEXED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def _checked(part: Partition, tokens: int, x: Tensor, dim: int) -> int:
     """`dim` counted from 0; raises unless `x` holds this process's rows there."""
     where, movable = f"(ring rank {part.context.rank})", part.context.driver.devices
@@ -256,6 +260,13 @@ def _checked(part: Partition, tokens: int, x: Tensor, dim: int) -> int:
         raise DtypeError(f"x must be a dense tensor {where}; got {x.layout if isinstance(x, Tensor) else type(x)}.")
     if movable is not None and x.device.type not in movable:
         raise DtypeError(f"x must be on {' or '.join(movable)} for this group {where}; got {x.device}.")
+    if x.dtype in _NOT_INDEXED:
+        raise DtypeError(f"x must be of a dtype whose rows torch can place {where}; got {x.dtype}. Convert it.")
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotDifferentiable(
+            f"x must not carry a forward-mode tangent {where}; halos have derivatives in reverse mode only. "
+            "Use torch.autograd.grad or backward."
+        )
     if not is_integer(dim) or not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
         raise ShapeError(f"x must hold {tokens} tokens along dim {dim} {where}; got shape {tuple(x.shape)}.")
     return int(dim) % x.ndim

@@ -121,14 +121,15 @@ class Partition:
         no document: it is seen by nobody and stands for zeros itself.
 
         Args:
-            x: this process's rows along `dim`, of any dtype. before: tokens n, of any number; all that lie between a
-                rank's tokens and n back travel, so it should be small.
+            x: this process's rows along `dim`, of any dtype but float8, uint16, uint32 and uint64. before: tokens n,
+                of any number; all that lie between a rank's tokens and n back travel, so it should be small.
         Raises:
             PlanError: a number that is none; documents that differ between batch rows; a sequence that starts
-                elsewhere. ShapeError, DtypeError: a tensor that cannot be widened. PlanMismatchError: ranks call with
-                different things. Others as `Plan.attention`.
+                elsewhere. ShapeError, DtypeError, NotDifferentiable: a tensor that cannot be widened.
+                PlanMismatchError: ranks call with different things. Others as `Plan.attention`.
         """
-        return widened(self, x, before, dim)
+        wide, rows = widened(self, x, before, dim)
+        return Halo(wide, rows.clone())  # the caller's own: later halos and shifts read the others
 
     def shift(self, x: Tensor, by: int = 1, *, dim: int = 1) -> Tensor:
         """Of each row of this process, the row `by` tokens before it in its document; zeros where there is none.

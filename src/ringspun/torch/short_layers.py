@@ -50,6 +50,9 @@ def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> int:
     if not fits or not (weight.ndim == 2 or (weight.ndim == 3 and weight.shape[1] == 1)):
         got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ShapeError(f"weight must be [C, K], or [C, 1, K], with C = {channels} as x has; got {got}.")
+    for name, given in (("weight", weight), ("bias", bias)):
+        if isinstance(given, Tensor) and given.device != x.device:
+            raise DtypeError(f"{name} must be on x's device; got {given.device} and {x.device}.")
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != (channels,)):
         got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ShapeError(f"bias must be [{channels}]; got {got}.")

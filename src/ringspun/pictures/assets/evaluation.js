@@ -19,14 +19,15 @@ const contextNames = figure => ["whole context", ...figure.windows.map(window =>
 
 function lossPicture(figure, id) {
   const {edges, losses, means} = figure, wide = wideness(), high = 240, left = 58, below = 24, names = contextNames(figure);
-  const known = losses.flat().filter(value => value !== null), low = Math.min(...known), top = Math.max(...known);
+  const found = losses.flat().filter(value => value !== null), known = found.length ? found : [0], low = Math.min(...known), top = Math.max(...known);
+  const nats = mean => (mean === null ? "no finite loss" : `${number(mean)} nats`);
   const x = position => left + ((wide - left - 12) * position) / edges[edges.length - 1];
   const y = loss => 10 + ((high - 20) * (top - loss)) / (top - low || 1);
   const middle = i => (edges[i] + edges[i + 1]) / 2, colour = row => `--hue:${hue(row, names.length)}`;
   const curves = losses.map((row, n) => svg("g", {}, svg("polyline", {class: "losses", style: colour(n), points: row.map((loss, i) => (loss === null ? "" : `${x(middle(i))},${y(loss)}`)).join(" ")}),
     ...row.map((loss, i) => (loss === null ? null : svg("circle", {class: "block", style: colour(n), cx: x(middle(i)), cy: y(loss), r: 4}, svg("title", {}, `${names[n]}, tokens ${span(edges, i)}: ${number(loss)} nats`))))));
-  const words = `Loss by position: ${names.map((name, n) => `${name} ${number(means[n])} nats in the mean`).join("; ")}`;
-  return el("div", {class: "card"}, legend(names.map((name, n) => [swatch("block", colour(n)), `${name}: ${number(means[n])} nats, perplexity ${number(Math.exp(means[n]))}`])),
+  const words = `Loss by position: ${names.map((name, n) => `${name} ${nats(means[n])} in the mean`).join("; ")}`;
+  return el("div", {class: "card"}, legend(names.map((name, n) => [swatch("block", colour(n)), `${name}: ${nats(means[n])}${means[n] === null ? "" : `, perplexity ${number(Math.exp(means[n]))}`}`])),
     svg("svg", {viewBox: `0 0 ${wide} ${high + below}`, role: "img", "aria-labelledby": `${id}-name`}, svg("title", {id: `${id}-name`}, words),
       ...[low, top].map(loss => svg("text", {class: "quiet", x: left - 8, y: y(loss), dy: "0.35em", "text-anchor": "end", "font-size": 12}, number(loss))),
       ...[0, edges[edges.length - 1]].map((at, i) => svg("text", {class: "quiet", x: x(at), y: high + 14, "text-anchor": i ? "end" : "start", "font-size": 12}, number(at))),

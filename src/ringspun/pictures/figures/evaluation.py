@@ -44,7 +44,7 @@ class LossFigure(Figure):
 
     Args:
         edges: of the buckets (tokens). windows: truncated contexts (tokens). losses: nats of each bucket, with the
-            whole context, then with each window; None: no token. means: of all tokens.
+            whole context, then with each window; None: no token, or no finite number. means: of all tokens.
     """
 
     name: ClassVar[str] = "loss"
@@ -53,7 +53,7 @@ class LossFigure(Figure):
     edges: tuple[int, ...]
     windows: tuple[int, ...]
     losses: tuple[tuple[float | None, ...], ...]
-    means: tuple[float, ...]
+    means: tuple[float | None, ...]
 
     @property
     def contexts(self) -> tuple[str, ...]:

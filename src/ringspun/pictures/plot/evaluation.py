@@ -45,7 +45,8 @@ def of_loss(figure: LossFigure) -> Drawing:
     colours = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
     for i, (name, row, mean) in enumerate(rows):
         values = [np.nan if x is None else x for x in row]
-        axes.plot(middles, values, color=colours[i % len(colours)], marker="o", label=f"{name}: {mean:.3f} in the mean")
+        told = "none" if mean is None else f"{mean:.3f}"
+        axes.plot(middles, values, color=colours[i % len(colours)], marker="o", label=f"{name}: {told} in the mean")
     axes.set(xlim=(0, figure.edges[-1]), xlabel="position (tokens)", ylabel="loss (nats)")
     grouped(axes.xaxis)
     axes.legend()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.text import Text
 
 from ringspun.pictures.figures.evaluation import LossFigure, RetrievalFigure
@@ -42,8 +44,15 @@ def of_loss(figure: LossFigure) -> list[Text]:
     heads = "".join(f"{name:>24}" for name in figure.contexts)
     lines = [Text(f"{'tokens':>17}{heads}", style="dim")]
     for i, (first, last) in enumerate(zip(figure.edges[:-1], figure.edges[1:], strict=True)):
-        values = (row[i] for row in figure.losses)
-        told = "".join(f"{'none' if value is None else f'{value:.4f}':>24}" for value in values)
+        told = _told(row[i] for row in figure.losses)
         lines.append(Text(f"{f'{first:,}-{last - 1:,}':>17}{told}"))
-    means = "".join(f"{mean:>24.4f}" for mean in figure.means)
-    return [*lines, Text(f"{'all':>17}{means}", style="bold"), Text(""), Text("loss in nats per token", style="dim")]
+    return [
+        *lines,
+        Text(f"{'all':>17}{_told(figure.means)}", style="bold"),
+        Text(""),
+        Text("loss in nats per token", style="dim"),
+    ]
+
+
+def _told(losses: Iterable[float | None]) -> str:
+    return "".join(f"{'none' if loss is None else f'{loss:.4f}':>24}" for loss in losses)
