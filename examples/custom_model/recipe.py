@@ -36,6 +36,7 @@ class Model(nn.Module):
         self.rope = rope
         self.token, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
+        nn.init.normal_(self.token.weight, std=0.02)  # it is the head too: logits begin small
 
     def forward(self, ids, plan, positions):
         """Logits [B, T, V] of this rank's tokens."""

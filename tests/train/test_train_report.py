@@ -92,7 +92,7 @@ def test_a_line_shows_the_stage_the_measures_and_the_memory(
     assert said.getvalue().splitlines()[:3] == [
         "stage 1 of 2: steps 1 to 4 of 64 tokens; ring 1",
         "step 1/1: loss 1.0000, 10 tokens/s, MFU 42%, waits 6.1% (most 12%), peak 1.5 MiB a rank",
-        "after step 1: loss@64 0.5000, lines@64 0.2500",
+        "after step 1, as in stage 1: loss@64 0.5000, lines@64 0.2500",
     ]
 
 

@@ -120,7 +120,7 @@ def _train(settings: TrainConfig, corpus: TrainingData, *, fresh: bool, prove: b
         exporting.export_newest(settings.output, export)
         say(f"exported: {export} is for from_pretrained")
     of_model = " (their model/ is for from_pretrained)" if settings.checkpoints == "whole" else ""
-    say(f"done: checkpoints{of_model}, log and loss curve are in {settings.output}")
+    say(f"done: checkpoints{of_model}, log, report.html and loss curve are in {settings.output}")
 
 
 def _silent(_: str) -> None:

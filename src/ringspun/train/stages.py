@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -219,7 +219,11 @@ def rotations_of(config: TrainConfig) -> str:
     """Its rotations, in a few words."""
     if config.rope is None:
         return "the model's own"
-    return f"theta {config.rope.theta:g}" if config.rope == Default(theta=config.rope.theta) else str(config.rope)
+    rope = config.rope
+    usual = {one.name: one.default for one in fields(rope)}
+    set_here = {name: getattr(rope, name) for name in usual if name != "theta" and getattr(rope, name) != usual[name]}
+    kind = [] if isinstance(rope, Default) else [str(rope.rope_type)]
+    return ", ".join([*kind, f"theta {rope.theta:g}", *(f"{name} {value}" for name, value in set_here.items())])
 
 
 def told(leg: Leg) -> str:

@@ -53,9 +53,9 @@ class StepMeter:
         peak_flops: float | None = None,
     ) -> None:
         self._mesh, self._waits = mesh, (context.driver.counts.waits, mesh.waits)
-        self._model = planned(model)
+        self._model, self._measured = planned(model), False
         if peak_flops is None and self._model is not None and next(model.parameters()).device.type == "cpu":
-            peak_flops = measured_peak(getattr(torch, dtype), torch.get_num_threads())
+            self._measured, peak_flops = True, measured_peak(getattr(torch, dtype), torch.get_num_threads())
         self._peak = sum(row[0] for row in mesh.gather([peak_flops or 0.0]))
         self.begin()
 
@@ -74,7 +74,9 @@ class StepMeter:
         told = {"seconds": seconds, "tokens_per_s": tokens / seconds, "seq_len": len(batch[0].ids)}
         if self._model is not None and self._peak:
             flops = sum(packed_flops(self._model, packed.documents.lengths, len(packed.ids)) for packed in batch)
-            told["mfu"] = flops / seconds / self._peak
+            mfu = flops / seconds / self._peak
+            if mfu <= 1 or not self._measured:  # beyond 1 the peak was measured while others had the cores: not known
+                told["mfu"] = mfu
         if self._mesh.size > 1:
             shares = [row[0] for row in self._mesh.gather([(self._waits_s - self._waited) / seconds])]
             told |= {"waiting": sum(shares) / len(shares), "waiting_most": max(shares)}

@@ -125,7 +125,7 @@ class Report:
             steps: of the stage.
             text: its mesh and rotations, in a line.
         """
-        self._stage = number
+        self._stage, self._peak = number, ""  # each stage has a peak of its own
         begins = {"seq_len": seq_len, "first_step": first_step, "steps": steps, "text": text}
         before = [r for r in self._log.records if "begins" in r]
         if not before or (before[-1]["stage"], before[-1]["begins"]) != (number, begins):
@@ -149,7 +149,8 @@ class Report:
             self._add_to_log(record)
         for name, value in values.items():
             self._scalar(f"evaluation/{name}", value, step)
-        self.say(f"after step {step}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
+        when = f"after step {step}" + (f", as in stage {stage + 1}" if self._stages > 1 else "")
+        self.say(f"{when}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
 
     def sequence(self, scene: Scene) -> None:
         """Writes `ring.html`, a page of pictures of how a sequence is shared out; `ring-stage-2.html` in stage 1."""
