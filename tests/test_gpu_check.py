@@ -17,6 +17,7 @@ from ringspun import Causal, Zigzag
 from ringspun.errors import KernelRefused
 from ringspun.testing import gpu_check
 from ringspun.testing.cases import Shape
+from ringspun.testing.gpu import certifying
 from ringspun.testing.gpu.certifying import FAILED, PASSED, REFUSED, GpuCase, Outcome, cases, certified
 from ringspun.testing.gpu.memory import expected_peak
 from ringspun.testing.gpu.results import Results
@@ -136,6 +137,39 @@ def test_a_kernel_that_is_a_little_wrong_fails_there(which):
     assert certified(SMALL, CPU).status == PASSED
     found = certified(replace(SMALL, kernel=Wrong(which, 1e-3 if which == "lse" else 0.02)), CPU)
     assert found.status == FAILED and which in found.reason and found.error > found.bar
+
+
+class Deaf(AtenCpu):
+    """Knows no gradient of lse."""
+
+    def backward(self, block, saved, tiles):
+        known = saved if saved.dlse is None else saved._replace(delta=saved.delta + saved.dlse, dlse=None)
+        return super().backward(block, known, tiles)
+
+
+def test_a_kernel_that_forgets_the_gradient_of_lse_fails():
+    """The one call, which has none, is judged without it: else its error would be the whole of what is forgotten."""
+    case = replace(SMALL, lse_gradient=True)
+    assert certified(case, CPU).status == PASSED
+    found = certified(replace(case, kernel=Deaf()), CPU)
+    assert found.status == FAILED and found.reason == "dq, dk beyond the bar"
+
+
+def test_a_device_that_fails_from_there_on_is_no_end_of_it(monkeypatch):
+    """After an illegal access every call to CUDA raises, those of the check's own too."""
+
+    def fails(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(certifying, "_tensors", fails)
+    assert certified(SMALL, CPU).status == FAILED
+
+    def measure(work: Work, kernel: str) -> Measured:
+        return fails()
+
+    (row,) = timed([(WORK, "auto")], measure, budget_s=45.0, clock=lambda: 0.0)
+    assert row.reason == "raised RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert not bars_of(row).ok and bars_of(replace(row, reason="out of memory")).ok
 
 
 def test_a_kernel_that_raises_fails_and_one_that_refuses_is_said_to():

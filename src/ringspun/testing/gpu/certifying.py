@@ -122,21 +122,23 @@ def _shapes() -> list[Shape]:
 
 def certified(case: GpuCase, device: torch.device) -> Outcome:
     """One case, run and judged."""
-    given = _tensors(case, device)
     try:
+        given = _tensors(case, device)
         found = _ring(case, *given)
+        allowed = torch.from_numpy(case.mask.as_array(case.seq_len)).to(device)
+        exact, one = _dense(case, given, allowed), _errors_of_one_call(case, given, allowed)
+        return _judged(case, found, exact, one)
     except KernelRefused as refusal:
         return Outcome(case, REFUSED, reason=str(refusal))
-    except Exception as problem:  # whatever a kernel raises is its fault, and the others are still to be judged
+    except (
+        Exception
+    ) as problem:  # of the kernel; or of one before it, whose error the device keeps: all fail from there
         return Outcome(case, FAILED, reason=f"raised {type(problem).__name__}: {problem}")
-    allowed = torch.from_numpy(case.mask.as_array(case.seq_len)).to(device)
-    exact, one = _dense(case, given, allowed), _one_call(case, given, allowed)
-    return _judged(case, found, exact, one)
 
 
-def _judged(case: GpuCase, found: dict[str, Tensor], exact: dict[str, Tensor], one: dict[str, Tensor]) -> Outcome:
+def _judged(case: GpuCase, found: dict[str, Tensor], exact: dict[str, Tensor], one: dict[str, float]) -> Outcome:
     errors = {name: _rms(found[name], exact[name]) for name in TENSORS}
-    bars = {name: FACTOR * _rms(one[name], exact[name]) + TINY for name in one}
+    bars = {name: FACTOR * error + TINY for name, error in one.items()}
     bars["lse"] = LSE_BAR * max(1.0, float(exact["lse"].abs().max()))
     worst = max(TENSORS, key=lambda name: errors[name] / bars[name])
     status = PASSED if all(errors[name] <= bars[name] for name in TENSORS) else FAILED  # NaN is no success
@@ -190,8 +192,14 @@ def _dense(case: GpuCase, given: Given, allowed: Tensor) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in zip(TENSORS, (out, lse, *grads), strict=True)}
 
 
+def _errors_of_one_call(case: GpuCase, given: Given, allowed: Tensor) -> dict[str, float]:
+    """Of PyTorch's own attention, which gives no lse: so that has no gradient here, whatever the case says."""
+    q, k, v, dout, dlse = given
+    exact = _dense(case, (q, k, v, dout, torch.zeros_like(dlse)), allowed)
+    return {name: _rms(x, exact[name]) for name, x in _one_call(case, given, allowed).items()}
+
+
 def _one_call(case: GpuCase, given: Given, allowed: Tensor) -> dict[str, Tensor]:
-    """PyTorch's own attention, which gives no lse."""
     q, k, v = (x.detach().requires_grad_() for x in given[:3])
     groups = case.shape.heads // case.shape.kv_heads
     keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

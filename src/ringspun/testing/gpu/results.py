@@ -8,7 +8,7 @@ from typing import Any
 
 from ringspun.testing.gpu.certifying import FAILED, PASSED, REFUSED, Outcome
 from ringspun.testing.gpu.memory import ACCOUNTED
-from ringspun.testing.gpu.timing import Measured, Row
+from ringspun.testing.gpu.timing import RAISED, Measured, Row
 from ringspun.testing.report import plain
 
 SPEED_BAR = 0.90
@@ -38,9 +38,9 @@ class Results:
 
     @property
     def ok(self) -> bool:
-        """Whether something was certified and nothing was wrong."""
+        """Whether something was certified and nothing was wrong, nor raised while it was timed."""
         found = Counter(o.status for o in self.outcomes)
-        return found[PASSED] > 0 and found[FAILED] == 0
+        return found[PASSED] > 0 and found[FAILED] == 0 and not any(r.reason.startswith(RAISED) for r in self.rows)
 
     def bars(self) -> list[str]:
         """The bars of speed and memory, and whether they were met, in words; of the works that were measured."""

@@ -31,6 +31,8 @@ REPEATS = 3
 UNKNOWN_TFLOPS = 20.0
 """Of a device that nothing is known of yet: a slow one, so that the first work does not take all the time."""
 ASKED, GIVEN, ADDED = "asked", "given", "added"
+RAISED = "raised"
+"""How the reason of a row begins that is no reason but a fault."""
 RUNS_OF_A_WORK = 2 * REPEATS + 4
 """Forward + backward passes that measuring a work takes: of both in turns, and those before and after."""
 
@@ -152,6 +154,8 @@ def _row(work: Work, kernel: str, measure: Measure) -> Row:
         return Row(work, kernel, reason="out of memory")
     except KernelRefused as refusal:
         return Row(work, kernel, reason=str(refusal))
+    except Exception as problem:  # what was certified and measured so far is still to be written
+        return Row(work, kernel, reason=f"{RAISED} {type(problem).__name__}: {problem}")
 
 
 class Device:
