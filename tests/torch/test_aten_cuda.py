@@ -169,6 +169,9 @@ def test_operands_are_copied_only_where_the_ops_could_not_read_them():
         ("aten_efficient", {"across_rings": True}, "deterministic must be None; got across_rings"),
         ("aten_cudnn", {"dtype": torch.float32}, "dtype must be float16 or bfloat16; got torch.float32"),
         ("aten_cudnn", {"head_size": 136}, "head sizes must be at most 128; got 136"),
+        ("aten_flash", {"scale": -0.125}, "scale must be positive; got -0.125"),
+        ("aten_flash", {"scale": 0.0}, "scale must be positive; got 0.0"),
+        ("aten_cudnn", {"scale": -0.125}, "scale must be positive; got -0.125"),
     ],
 )
 def test_refusals(kernel, change, words):
@@ -197,6 +200,7 @@ def test_who_gets_what_on_a_gpu():
         ({}, "aten_flash"),
         ({"head_size": 320, "value_size": 64}, "aten_efficient"),
         ({"dtype": torch.float32}, "aten_efficient"),
+        ({"scale": -0.125}, "aten_efficient"),  # it scales before it hides
         ({"dtype": torch.float64}, "eager"),
         ({"softcap": 30.0}, "eager"),
         ({"across_rings": True}, "eager"),

@@ -25,7 +25,7 @@ from ringspun.torch.kernels.base import (
     StepTiles,
     tile_rows,
 )
-from ringspun.torch.kernels.cuda_operands import compute_capability, gradients, padded, ready, refusal
+from ringspun.torch.kernels.cuda_operands import compute_capability, gradients, padded, ready, refusal, scale_refusal
 from ringspun.torch.kernels.windows import Piece, Window, WindowCall
 
 LARGEST = 256
@@ -60,7 +60,7 @@ class AtenFlash(Kernel):
         self._ops = FlashOps() if ops is None else ops
 
     def refuses(self, call: Call) -> str | None:
-        reason = refusal(call, (torch.float16, torch.bfloat16), (8, 0))
+        reason = refusal(call, (torch.float16, torch.bfloat16), (8, 0)) or scale_refusal(call)
         if reason is not None:
             return reason
         size = max(call.head_size, call.value_size)

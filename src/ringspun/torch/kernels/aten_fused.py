@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringspun.torch.kernels.base import Block, Call, LoweredKernel, Saved, accumulator_dtype
-from ringspun.torch.kernels.cuda_operands import by_rows, gradients, padded, ready, refusal
+from ringspun.torch.kernels.cuda_operands import by_rows, gradients, padded, ready, refusal, scale_refusal
 
 LSE_ROWS = 32
 """Rows of lse that the efficient op's backward reads at once; it must have as many, +inf beyond the last query."""
@@ -125,7 +125,7 @@ class AtenCudnn(_Fused):
         self._few = AtenEfficient()
 
     def refuses(self, call: Call) -> str | None:
-        reason = refusal(call, (torch.float16, torch.bfloat16), (8, 0))
+        reason = refusal(call, (torch.float16, torch.bfloat16), (8, 0)) or scale_refusal(call)
         if reason is not None:
             return reason
         size = max(call.head_size, call.value_size)

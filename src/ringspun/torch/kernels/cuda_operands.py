@@ -91,6 +91,12 @@ def refusal(call: Call, dtypes: tuple[torch.dtype, ...], capability: tuple[int, 
     return plain_only(call)
 
 
+def scale_refusal(call: Call) -> str | None:
+    """Why ops that look for the largest score before they scale it cannot do a call, or None: a score that is hidden
+    is -inf then, and times a scale below 0 it would be the largest of all, times 0 no number."""
+    return None if call.scale > 0 else f"scale must be positive; got {call.scale}"
+
+
 def compute_capability() -> tuple[int, int] | None:
     """Of the current GPU; None where there is none, and tensors have shapes alone."""
     return _capability_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
