@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from ringspun import Causal
 from ringspun.errors import KernelRefused
 from ringspun.torch import ContextParallel, Loopback, kernels
 from ringspun.torch.kernels import FASTER, Call, choose, triton, verdicts
+from ringspun.torch.kernels.base import StepTiles
 
 ON_A_CARD = Call(8, 2, 128, 128, torch.bfloat16, "cuda")
 ON_CPU = Call(8, 2, 128, 128, torch.float32, "cpu")
@@ -49,6 +51,22 @@ def as_if(monkeypatch, *, installed: bool = True, interpreted: bool = False) -> 
 def test_what_it_refuses(monkeypatch, call, interpreted, words):
     as_if(monkeypatch, interpreted=interpreted)
     assert triton.Triton().refuses(call) == words
+
+
+def test_what_it_refuses_on_an_old_card(monkeypatch):
+    as_if(monkeypatch)
+    monkeypatch.setattr(triton, "compute_capability", lambda: (7, 5))
+    assert triton.Triton().refuses(ON_A_CARD) == "compute capability must be 8.0 or more; got 7.5"
+
+
+def test_each_stream_has_lists_of_its_own(monkeypatch):
+    """A list is copied to the device in the order of one stream; another would not wait for it."""
+    tiles = StepTiles(np.array([[0, -1, 0, 32, 0, 32, 0, 31]]))
+    for stream, already in ((7, 0), (8, 1), (7, 2)):
+        monkeypatch.setattr(triton, "current_stream", lambda device, stream=stream: stream)
+        assert len(tiles.kept) == already
+        assert triton.Triton()._list(tiles, 16, False, torch.device("cpu")).blocks == 2
+    assert len(tiles.kept) == 2
 
 
 def test_without_triton_it_says_what_to_install(monkeypatch):

@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 
 from ringspun.core import tiles as tl
+from ringspun.torch.buffers import current_stream
 from ringspun.torch.kernels.accumulate import AccumulatingKernel, Accumulator, Result
 from ringspun.torch.kernels.base import Block, Call, Gradients, Rows, Saved, StepTiles
 from ringspun.torch.kernels.block_lists import block_list
+from ringspun.torch.kernels.cuda_operands import compute_capability
 
 LARGEST_HEAD = 256
+OLDEST = (8, 0)
+"""Compute capability. Triton does not support older ones; bfloat16 does not compile there."""
 ROWS_OF_FINISH = 64
 
 
@@ -111,6 +115,9 @@ class Triton(AccumulatingKernel):
         if call.device != "cuda" and not interpreted():
             return f"device must be cuda; got {call.device} (TRITON_INTERPRET=1 in the environment interprets it there)"
         reasons = []
+        here = compute_capability() if call.device == "cuda" else None
+        if here is not None and here < OLDEST:
+            reasons.append("compute capability must be {}.{} or more; got {}.{}".format(*OLDEST, *here))
         if interpreted() and call.dtype != torch.float32:
             reasons.append(f"dtype must be float32 where Triton is interpreted; got {call.dtype}")
         elif call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -176,7 +183,8 @@ class Triton(AccumulatingKernel):
         return self._launches or launches(size, q.element_size(), _shared_bytes(q.device))
 
     def _list(self, tiles: StepTiles, size: int, turned: bool, device: torch.device) -> _DeviceList | None:
-        key = self.name, size, turned, device
+        # Of this stream: on another the copy may not have come when a launch there reads it.
+        key = self.name, size, turned, device, current_stream(device)
         if key not in tiles.kept:
             tiles.kept[key] = _DeviceList.of(tl.turned(tiles.tiles) if turned else tiles.tiles, size, device)
         found: _DeviceList | None = tiles.kept[key]
