@@ -30,6 +30,7 @@ from ringspun.torch import ContextParallel, Loopback
 from ringspun.torch import groups as choosing
 from ringspun.torch.buffers import BufferPool
 from ringspun.torch.drivers import Gloo, Nccl, Transfer
+from ringspun.torch.drivers.streams import CudaStreams
 from ringspun.torch.messages import Marks, check, clear, seal
 
 ROUTES = ("ring", "ring(2)", "direct", "bidirectional", "double_ring(2)", "all_gather")
@@ -124,6 +125,25 @@ def test_what_cannot_be_is_refused(fake_group):
     driver.streams.device = torch.device("cpu:1")
     with pytest.raises(DtypeError, match=r"tensors must be on cpu:1.*got cpu\. Call torch.cuda.set_device"):
         driver.run([a_call(None)])
+
+
+def test_a_backend_that_starts_messages_one_by_one_is_refused(fake_group):
+    """As torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL: each send would wait for a receive that comes behind."""
+    one_by_one = SimpleNamespace(supports_coalescing=False)
+    with (
+        mock.patch.object(dist.distributed_c10d, "get_backend_config", lambda _: "cuda:nccl"),
+        mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: one_by_one),
+        pytest.raises(UnsupportedByRing, match="Leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset"),
+    ):
+        WatchedNccl(fake_group)
+
+
+def test_memory_of_the_host_is_of_the_host_whatever_the_default_device():
+    """Torch pins no memory of another device: it would raise."""
+    streams = CudaStreams.__new__(CudaStreams)
+    with mock.patch.object(torch, "empty") as empty:
+        streams.host((), torch.bool)
+    assert empty.call_args.kwargs == {"dtype": torch.bool, "device": "cpu", "pin_memory": True}
 
 
 def test_a_communicator_is_opened_once_for_a_group_and_by_no_message(fake_group):

@@ -48,11 +48,16 @@ class Nccl(GroupDriver):
         timeout_s: longest wait for a peer; at most nine tenths of the group's own timeout counts.
         streams: of the GPU; default: those of the one that the group is bound to, or of the current one.
     Raises:
-        PeerError: another rank does not come.
+        PeerError: another rank does not come. UnsupportedByRing: the backend does not batch messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = 600.0, streams: Streams | None = None) -> None:
         streams = CudaStreams(cuda_device(group)) if streams is None else streams
+        if backends(group).get("cuda") == "nccl" and not group._get_backend(streams.device).supports_coalescing:
+            raise UnsupportedByRing(
+                "nccl must send and receive messages of a batch together; got a backend that starts them one by one, "
+                "which hangs. Leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset: it wraps nccl in one of those."
+            )
         super().__init__(group, timeout_s=min(timeout_s, OF_GROUP * _timeout_of(group, streams.device)))
         self._streams = streams
         on_cpus = backends(group).get("cpu") == "gloo"

@@ -74,7 +74,8 @@ class CudaStreams(Streams):
         return torch.cuda.stream(stream)
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(torch.Size(shape), dtype=dtype, pin_memory=True)
+        # by name: `torch.set_default_device("cuda")` would else ask for pinned memory of the GPU, which there is not
+        return torch.empty(torch.Size(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     @property
     def capturing(self) -> bool:
