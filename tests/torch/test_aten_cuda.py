@@ -15,15 +15,16 @@ from emulated_cuda import Cudnn, Efficient, EmulatedCudnn, EmulatedEfficient, Em
 from fake_cuda import fake_cuda
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
-from ringspun import Causal, Contiguous, Documents, Prefix, Striped, Window, Zigzag
+from ringspun import Buckets, Causal, Contiguous, Documents, Prefix, Striped, Window, Zigzag
 from ringspun.core import regions
 from ringspun.testing import certify
 from ringspun.testing.candidates import LocalKernel, OnRing
 from ringspun.testing.cases import Case, Shape, inputs, reference
 from ringspun.testing.comparison import errors
 from ringspun.testing.torch import rounded, run_ring
-from ringspun.torch import ContextParallel, Loopback
+from ringspun.torch import ContextParallel, Loopback, RelativeTable
 from ringspun.torch.execution import Options
 from ringspun.torch.kernels import KERNELS, AtenCudnn, AtenEfficient, AtenFlash, Call, Eager, choose, cuda_operands
 from ringspun.torch.kernels.base import Saved, StepTiles, Terms
@@ -213,6 +214,36 @@ def test_who_gets_what_on_a_gpu():
         "aten_cudnn",
         "triton",
     ]
+
+
+class Waited(TorchFunctionMode):
+    """Notes what copies to a device and has the host wait for it: whatever is not queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        moves = func is torch.Tensor.to and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
+        if moves or (func is torch.tensor and kwargs.get("device") is not None):
+            self.found.append(func)
+        return func(*args, **kwargs)
+
+
+def test_nobody_waits_for_masks_tables_and_lengths():
+    """On a device a copy from pageable memory is waited for, behind all that is queued."""
+    plan = ContextParallel(Loopback(2), layout=Contiguous()).plan(32, Causal() & Documents([9, 3, 14, 6]))
+    x, kept = torch.randn(1, 2, 32, 8, dtype=torch.float64), torch.empty(0, dtype=torch.uint8)
+    table = RelativeTable(torch.zeros(8, 2), Buckets.t5(8, 32, bidirectional=False)).rule
+    for kernel in (Eager(), Flash()):
+        execution = REGISTRY.get(plan._handle(Options(kernel, None)))
+        with Waited() as waited:  # below the op, which modes do not enter
+            execution.run_forward(x, x, x, Terms(0.125), kept)
+        assert not waited.found, kernel.name
+    with Waited() as waited:
+        table.scores(torch.zeros(8, 2), torch.arange(4)[:, None], torch.arange(4))
+    assert not waited.found
 
 
 # Fake tensors

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ringspun.core.buckets import Buckets
 from ringspun.errors import DtypeError, NotDifferentiable, PlanError, ShapeError
+from ringspun.torch.uploads import uploaded
 
 if TYPE_CHECKING:
     from ringspun.torch.kernels.base import Rows
@@ -183,7 +185,7 @@ class _TableRule(Rule):
 
     def _rows(self, distance: Tensor) -> Tensor:
         given = self.buckets.edges, self.buckets.rows
-        edges, rows = (torch.tensor(x, dtype=torch.int64, device=distance.device) for x in given)
+        edges, rows = (uploaded(np.array(x, np.int64), distance.device) for x in given)
         return rows[torch.searchsorted(edges, distance, right=True)]
 
     def __str__(self) -> str:

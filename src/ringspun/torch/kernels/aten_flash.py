@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from ringspun.torch.kernels.base import (
 )
 from ringspun.torch.kernels.cuda_operands import compute_capability, gradients, padded, ready, refusal, scale_refusal
 from ringspun.torch.kernels.windows import Piece, Window, WindowCall
+from ringspun.torch.uploads import uploaded
 
 LARGEST = 256
 OF_NO_BACKWARD = range(193, 225)
@@ -203,8 +205,7 @@ class _Part(NamedTuple):
             return None, None, piece.q1 - piece.q0, piece.k1 - piece.k0, 0.0, causal, False
         starts = self.call.cumulative
         sizes = [max(b - a for a, b in pairwise(each)) for each in starts]
-        # Copied from pageable memory: torch would wait for the device, were it not told that it need not.
-        rows, keys = (torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in starts)
+        rows, keys = (uploaded(np.array(x, np.int32), device) for x in starts)
         # of at least two rows: for one the op takes it for granted that every sequence has one
         return rows, keys, max(2, sizes[0]), sizes[1], 0.0, causal, False
 

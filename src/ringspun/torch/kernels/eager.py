@@ -24,6 +24,7 @@ from ringspun.torch.kernels.base import (
     tile_rows,
 )
 from ringspun.torch.softmax import RunningSoftmax
+from ringspun.torch.uploads import uploaded
 
 
 class Eager(Kernel):
@@ -135,7 +136,7 @@ def _scores(q: Tensor, k: Tensor, block: Block, q_rows: Rows, k_rows: Rows) -> t
 
 def _hidden(scores: Tensor, allowed: Tensor | None) -> Tensor:
     """Scores with what is not allowed at -inf: last of all, so that nothing bends it back to a number."""
-    return scores if allowed is None else scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+    return scores if allowed is None else scores.masked_fill(~uploaded(allowed, scores.device), -torch.inf)
 
 
 def _attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
