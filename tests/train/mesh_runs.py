@@ -182,7 +182,7 @@ def torn_on(rank: int, on: On, folder: Path) -> dict[str, str]:
     """What this rank hears when the second save of a run fails, in two ways."""
     run = run_on(on, folder, name="run", hooks=Hooks(before_publish=no_space_in_checkpoint_4))
     state = loop._begin(run, print)
-    loop._step(run, state, loop._next_batch(run.stream, state.position, BATCH))
+    loop._step(run, state, loop._next_batch(run.stream, state.position, run.config))
     state.step = 2
     saving.save_run(run, state)
     state.step = 4

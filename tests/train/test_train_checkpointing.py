@@ -9,6 +9,8 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,10 +19,12 @@ from hypothesis import strategies as st
 from training_runs import tiny_config
 
 from ringspun.errors import CheckpointError
+from ringspun.train.checkpoints import saving, shards
 from ringspun.train.checkpoints.checkpointing import latest, restore, save
 from ringspun.train.checkpoints.manifests import write_manifest
 from ringspun.train.model import build_model
 from ringspun.train.output import move_aside
+from ringspun.train.parallel.ranks import Mesh
 
 
 def model_and_optimizer(seed: int = 0):
@@ -340,3 +344,18 @@ def test_fresh_run_loses_nothing(tmp_path: Path) -> None:
         run.mkdir()
         assert move_aside(run) == tmp_path / f"run.{number}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1", "run.2"]
+
+
+def test_each_rank_gets_its_own_generator_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout draws for as many tokens as a rank holds, so generators part where shares are uneven."""
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2, 1)]
+    ranks = SimpleNamespace(gather=lambda mine: [list(map(float, one)) for one in states])
+    stored = saving.generators_of(cast(Mesh, ranks))
+    assert sorted(stored) == ["cpu", "cpu/1"]
+    model, optimizer = write(tmp_path, 1, generators=stored)
+    found = latest(tmp_path, warn=ignore)
+    assert found is not None
+    for rank in (0, 1, 2, 5):
+        monkeypatch.setattr(shards, "world_rank", lambda rank=rank: rank)
+        restore(found, model=model, optimizer=optimizer)
+        assert torch.equal(torch.get_rng_state(), states[rank] if rank < 3 else states[0])

@@ -12,9 +12,12 @@ from test_train_stages import LONG, SHORT, Stop, evaluations, no_profiler, run, 
 from tiny_tokenizers import byte_tokenizer
 from training_runs import losses, same_bits, write_text
 
-from ringspun.errors import ConfigError
+from ringspun.errors import ConfigError, RingspunError
 from ringspun.train.checkpoints.export import export_newest
+from ringspun.train.checkpoints.resume import find_checkpoint
 from ringspun.train.config import TrainConfig
+from ringspun.train.data.opening import open_data
+from ringspun.train.data.vocabulary import model_vocabulary
 from ringspun.train.launch import Job, check
 
 
@@ -138,3 +141,65 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, spoil: Any, words: str
 def _change(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "attn_pdrop": 0.0}
+GEMMA3 = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "stage", "words"),
+    [
+        ("GPT2LMHeadModel", GPT2 | {"vocab_size": 300}, {}, "at most the 32 positions .* of; got 48"),
+        (
+            "Gemma3ForCausalLM",
+            GEMMA3 | {"num_attention_heads": 4},
+            {"rope": 1e5},
+            "rope must be None for a model whose layers",
+        ),
+    ],
+)
+def test_what_a_late_stage_would_refuse_is_refused_before_the_first(
+    tmp_path: Path, kind: str, model: dict[str, Any], stage: dict[str, Any], words: str
+) -> None:
+    import transformers
+
+    made: Any = getattr(transformers, kind)
+    made(made.config_class(**model)).save_pretrained(tmp_path / "init")
+    stages = [SHORT, {"seq_len": 48, "steps": 3} | stage]
+    config = TrainConfig.model_validate({"init": tmp_path / "init", "output": tmp_path / "run", "stages": stages})
+    with pytest.raises(RingspunError, match=words):
+        check(Job(config, write_text(tmp_path / "text")))
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_without_its_weights_being_read(tmp_path: Path) -> None:
+    _change(tiny(tmp_path / "init"), model_type="nobody")
+    with pytest.raises(ConfigError, match=r"init must be loadable by from_pretrained; .*`nobody`"):
+        check(Job(from_checkpoint(tmp_path / "run", tmp_path / "init"), write_text(tmp_path / "text")))
+
+
+def test_a_checkpoints_own_tokenizer_may_know_more_tokens_than_its_model(tmp_path: Path) -> None:
+    """As Gemma 3's of text alone, which knows one of pictures."""
+    tokenizer = byte_tokenizer()
+    init = tiny(tmp_path / "init", vocab_size=len(tokenizer))
+    tokenizer.add_special_tokens({"pad_token": "<unknown to the model>"})
+    tokenizer.save_pretrained(init)
+    write_text(tmp_path / "text")
+    config = from_checkpoint(tmp_path / "run", init, SHORT, data={"format": "text"})
+    packed = open_data(config, [tmp_path / "text"]).sequences(seq_len=16, seed=0)
+    assert model_vocabulary(config) == len(tokenizer) - 1 >= packed.at({}).ids.max()
+
+
+def test_a_run_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where paths of the same config, from that folder on, read otherwise."""
+    tiny(tmp_path / "init")
+    (tmp_path / "a").mkdir()
+    text = write_text(tmp_path / "text")
+    once = SHORT | {"steps": 1}
+    monkeypatch.chdir(tmp_path)
+    run(from_checkpoint(tmp_path / "run", Path("init"), once, checkpoint_every=0), tmp_path / "text")
+    monkeypatch.chdir(tmp_path / "a")
+    found = find_checkpoint(
+        from_checkpoint(tmp_path / "run", Path("../init"), once, checkpoint_every=0), text, warn=print
+    )
+    assert found is not None and found.step == 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_train_stages import LONG, SHORT, Stop, evaluations, no_profiler, run, staged, stop_in  # noqa: F401
-from training_runs import losses, same_bits
+from training_runs import losses, same_bits, write_text
 
-from ringspun.errors import ConfigError
+from ringspun.errors import ConfigError, DataError
 from ringspun.train.checkpoints.checkpointing import latest
 from ringspun.train.config import TrainConfig, load_config
 from ringspun.train.recipe import Recipe
@@ -43,6 +44,25 @@ def build_optimizer(model, config):
 """
 
 
+NUMBERS = """
+class Numbers(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, beta=0.1, mean=torch.zeros_like(p))
+                state["step"] += 1
+                state["beta"] *= 1.1
+                state["mean"].mul_(0.9).add_(p.grad)
+                p.sub_(state["mean"] * (state["beta"] / (1 - 0.9 ** state["step"])), alpha=group["lr"])
+
+def build_optimizer(model, config):
+    return Numbers(model.parameters(), {"lr": 1.0})
+"""
+
+
 def with_recipe(output: Path, text: str, **changes: Any) -> tuple[TrainConfig, Recipe]:
     output.parent.mkdir(exist_ok=True)
     path = output.parent / "recipe.py"
@@ -62,13 +82,16 @@ def test_a_model_of_ones_own_trains_alike_on_any_ring(tmp_path: Path) -> None:
     assert len(evaluations(tmp_path / "one")) == 3
 
 
-def test_an_interrupted_run_with_an_optimizer_of_ones_own_is_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, NUMBERS], ids=["momentum", "Python numbers"])
+def test_an_interrupted_run_with_an_optimizer_of_ones_own_is_the_uninterrupted_one(
+    tmp_path: Path, optimizer: str
+) -> None:
     """Its momenta, its two rates, and weights that are tied."""
     torch.manual_seed(0)
-    config, recipe = with_recipe(tmp_path / "whole", MODEL + OPTIMIZER)
+    config, recipe = with_recipe(tmp_path / "whole", MODEL + optimizer)
     state = run(config, tmp_path / "text", ring=2, recipe=recipe)
     torch.manual_seed(0)
-    config, recipe = with_recipe(tmp_path / "run", MODEL + OPTIMIZER)
+    config, recipe = with_recipe(tmp_path / "run", MODEL + optimizer)
     with pytest.raises(Stop):
         run(config, tmp_path / "text", ring=2, recipe=recipe, hooks=stop_in(5))
     run(config, tmp_path / "text", ring=2, recipe=recipe)
@@ -76,6 +99,22 @@ def test_an_interrupted_run_with_an_optimizer_of_ones_own_is_the_uninterrupted_o
     assert state.model.head.weight is state.model.token.weight
     found = latest(tmp_path / "run" / "checkpoints", warn=print)
     assert found is not None and (found.model_path / "model.safetensors").exists()
+
+
+def test_values_of_an_evaluation_may_be_tensors_and_others_are_refused(tmp_path: Path) -> None:
+    config, recipe = with_recipe(tmp_path / "run", MODEL)
+    run(config, tmp_path / "text", recipe=replace(recipe, evaluate=lambda *_: {"one": torch.ones(())}))
+    assert {one["evaluation"]["one"] for one in evaluations(tmp_path / "run")} == {1.0}
+    config, recipe = with_recipe(tmp_path / "other", MODEL)
+    with pytest.raises(ConfigError, match="evaluate must return numbers by name; got None"):
+        run(config, tmp_path / "text", recipe=replace(recipe, evaluate=lambda *_: None))
+
+
+def test_sequences_of_another_length_than_the_stages_are_refused(tmp_path: Path) -> None:
+    config, recipe = with_recipe(tmp_path / "run", MODEL)
+    longer = replace(recipe, sequences=lambda config, _: write_text(tmp_path / "text").sequences(seq_len=17, seed=0))
+    with pytest.raises(DataError, match="sequences must have the stage's 16 tokens; got one of 17"):
+        run(config, tmp_path / "text", recipe=longer)
 
 
 def test_a_recipe_that_changed_is_told_when_the_run_goes_on(tmp_path: Path) -> None:

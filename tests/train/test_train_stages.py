@@ -14,11 +14,12 @@ import torch
 from training_runs import logged_steps, losses, same_bits, tiny_config, write_text
 
 from ringspun import Zigzag
-from ringspun.errors import CheckpointError
+from ringspun.errors import CheckpointError, ConfigError
 from ringspun.torch import ContextParallel, Loopback
 from ringspun.train import loop
 from ringspun.train.config import TrainConfig
 from ringspun.train.data.opening import open_data
+from ringspun.train.launch import Job, check
 from ringspun.train.loop import Hooks, Run, TrainState, train_stages
 from ringspun.train.parallel.ranks import Mesh
 from ringspun.train.recipe import Recipe
@@ -220,3 +221,35 @@ def test_each_stage_has_a_learning_rate_of_its_own() -> None:
     assert [learning_rate(one.config, step) for step in (1, 2, 3, 4)] == [5e-3, 1e-2, 1e-2, 1e-2]
     rates = [learning_rate(two.config, step, first_step=4) for step in (5, 6, 7, 8)]
     assert rates == pytest.approx([3e-3, 3e-3, 1.5e-3, 0.0])
+
+
+ROWS = {"model": {"layers": 1, "hidden_size": 8, "intermediate_size": 8, "heads": 2, "vocab_size": 9}}
+
+
+def without_targets(path: Path) -> Path:
+    path.write_text(json.dumps({"input_ids": [1, 2, 3], "labels": [-100] * 3}) + "\n" + "[5]\n" * 5)
+    return path
+
+
+def test_an_evaluation_without_targets_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Its loss would be 0, the best there is."""
+    rows = without_targets(tmp_path / "rows.jsonl")
+    data = {"data": {"held_out": 0.5, "format": "jsonl"}, "evaluate": {"sequences": 2}}
+    config = staged(tmp_path / "run", **data, **ROWS)
+    with pytest.raises(ConfigError, match=r"\[evaluate\] must have targets; the 2 held-out sequences of 16 tokens"):
+        check(Job(config, open_data(config, [rows])))
+
+
+def test_an_evaluation_that_leaves_a_rank_of_a_late_stage_no_token_is_refused_before_the_first(tmp_path: Path) -> None:
+    """A stage is evaluated at the lengths of others too."""
+    first = SHORT | {"seq_len": 3, "batch_size": 4, "mesh": {"dp_replicate": 4}}
+    config = staged(tmp_path / "run", first, LONG | {"mesh": {"ranks": 4}}, evaluate={"sequences": 1})
+    with pytest.raises(ConfigError, match=r"stage 2 of 2 is also evaluated at 3 tokens, with ranks = 4"):
+        check(Job(config, open_data(config, [write_text(tmp_path / "text").root])))
+
+
+def test_steps_without_targets_are_told_once_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = without_targets(tmp_path / "rows.jsonl")
+    run(staged(tmp_path / "run", SHORT, data={"format": "jsonl"}, **ROWS), rows)
+    assert capsys.readouterr().out.count("step 1 has no targets") == 1
+    assert losses(tmp_path / "run") == [0.0] * 3

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ringspun.train.data.text import PackedSequence, Position
+from ringspun.core.partition import Partition
+from ringspun.core.text import parse_layout
+from ringspun.errors import ConfigError
+from ringspun.train.data.text import PackedSequence, Position, Sequences, TrainingData
 from ringspun.train.rope.fixed_rope import FixedRope, fix_rope
 
 if TYPE_CHECKING:
+    from ringspun.train.config import TrainConfig
     from ringspun.train.loop import Run, TrainState
+    from ringspun.train.stages import Leg
 
 
 def evaluate(
@@ -37,16 +42,68 @@ def evaluate(
                 with _rotations(state.model, seq_len):
                     values[f"loss@{seq_len}"] = _loss(run, seq_len, share_of)
         if run.recipe.evaluate is not None:
-            values |= run.recipe.evaluate(state.model, run.context, run.config, run.stage, state.step)
+            values |= _numbers(run.recipe.evaluate(state.model, run.context, run.config, run.stage, state.step))
     return values
+
+
+def check_held_out(config: TrainConfig, corpus: TrainingData, *, also: str = "") -> None:
+    """Looks at what `[evaluate]` reads at each length, for a mean over no targets would be 0, and at who would hold it.
+
+    Args:
+        also: words to say where nothing is held out.
+    Raises:
+        ConfigError: nothing is, it has no targets, or a stage leaves a rank no token of it. DataError: it cannot be
+            read, or does not fit a sequence.
+    """
+    assert config.evaluate is not None
+    for leg in config.legs:
+        for seq_len in lengths_of(config.legs, leg.number, leg.number - 1, leg.number + 1):
+            _check_shared(leg.config, seq_len, str(leg))
+    for seq_len in sorted({leg.seq_len for leg in config.legs}):
+        stream = corpus.held_out(seq_len=seq_len, seed=config.seed)
+        if stream is None:
+            raise ConfigError(
+                f"[evaluate] must have documents that are not trained on; got none. Set data.held_out{also}."
+            )
+        if not any(packed.targets for packed in _batch(stream, config.evaluate.sequences)):
+            raise ConfigError(
+                f"[evaluate] must have targets; the {config.evaluate.sequences} held-out sequences of {seq_len} tokens "
+                "have none (labels, weights or turns of the assistant). Raise evaluate.sequences, or set data.held_out."
+            )
+
+
+def lengths_of(legs: Sequence[Leg], *stages: int) -> list[int]:
+    """Tokens of the sequences that a stage is evaluated on: of the first stage and of these, where there are such."""
+    return sorted({legs[0].seq_len, *(legs[number].seq_len for number in stages if 0 <= number < len(legs))})
+
+
+def _check_shared(config: TrainConfig, seq_len: int, stage: str) -> None:
+    """Refuses a length of which some rank of a stage would hold nothing."""
+    if seq_len >= config.ranks and Partition(seq_len, config.ranks, parse_layout(config.layout)).tokens.all():
+        return
+    raise ConfigError(
+        f"[evaluate] must leave every rank a token; {stage} is also evaluated at {seq_len} tokens, with ranks = "
+        f"{config.ranks}, layout = {config.layout!r}. Give longer sequences, fewer ranks or another layout."
+    )
+
+
+def _batch(stream: Sequences, sequences: int) -> list[PackedSequence]:
+    batch = [stream.at(Position())]
+    while len(batch) < sequences:
+        batch.append(stream.at(batch[-1].after))
+    return batch
+
+
+def _numbers(given: Any) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in given.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"evaluate must return numbers by name; got {given!r}. Mend the recipe.") from None
 
 
 def _loss(run: Run, seq_len: int, share_of: Callable[[PackedSequence, float], Tensor]) -> float:
     assert run.config.evaluate is not None
-    stream, position, batch = run.held_out(seq_len), Position(), list[PackedSequence]()
-    for _ in range(run.config.evaluate.sequences):
-        batch.append(stream.at(position))
-        position = batch[-1].after
+    batch = _batch(run.held_out(seq_len), run.config.evaluate.sequences)
     total = sum(packed.targets for packed in batch)
     size, rank = (1, 0) if run.devices is None else (run.devices.data_size, run.devices.data_rank)
     mine = 0.0

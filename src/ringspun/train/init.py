@@ -43,6 +43,25 @@ def check_init(folder: Path) -> dict[str, Any]:
     return config
 
 
+def init_shapes(folder: Path) -> nn.Module:
+    """The model of a checkpoint without any numbers, on the meta device: nothing is allocated.
+
+    Raises:
+        ConfigError: as `check_init`, or Transformers knows no such model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_init(folder)
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, RuntimeError) as problem:
+        raise _not_loadable(folder, problem) from None
+    return model
+
+
 def load_init(folder: Path) -> nn.Module:
     """The model of a checkpoint, in float32, ready to be trained.
 
@@ -60,12 +79,16 @@ def load_init(folder: Path) -> nn.Module:
                 folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
-        raise ConfigError(f"init must be loadable by from_pretrained; {folder}: {problem}") from None
+        raise _not_loadable(folder, problem) from None
     if told["missing_keys"] or told["mismatched_keys"]:
         odd = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
         raise ConfigError(f"init must have all weights of its config; {folder} lacks {odd[0]} ({len(odd)} in all).")
     loaded: nn.Module = model
     return loaded.train()
+
+
+def _not_loadable(folder: Path, problem: Exception) -> ConfigError:
+    return ConfigError(f"init must be loadable by from_pretrained; {folder}: {problem}")
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:

@@ -29,8 +29,9 @@ from ringspun.train.checkpoints.resume import find_checkpoint
 from ringspun.train.config import TrainConfig
 from ringspun.train.data.text import TrainingData
 from ringspun.train.data.vocabulary import model_vocabulary
+from ringspun.train.held_out import check_held_out
 from ringspun.train.loop import Hooks, Run, train_stages
-from ringspun.train.model import route_of
+from ringspun.train.model import check_rotations, route_of
 from ringspun.train.output import CHECKPOINTS, claimed
 from ringspun.train.parallel.meshes import JobMesh, check_sizes, make_mesh
 from ringspun.train.parallel.ranks import Mesh
@@ -90,19 +91,21 @@ def launch(job: Job) -> None:
 
 
 def check(job: Job) -> None:
-    """Looks at what a job names before any rank starts: its recipe, its checkpoint, what it is to evaluate on.
+    """Looks at what a job names before any rank starts: its recipe, its checkpoint, the rotations of each stage, what
+    it is to evaluate on.
 
     Raises:
-        ConfigError: what is wrong.
+        ConfigError: what is wrong. UnsupportedByRing: rotations that do not fit the model.
     """
     config = job.config
     recipe = Recipe.of(config) if job.recipe is None else job.recipe
     if job.prove and (config.model is None or config.recipe is not None):
         raise ConfigError("prove must be of a run without init and recipe. Leave it out.")
     model_vocabulary(config)
-    if config.evaluate is not None and job.corpus.held_out(seq_len=config.seq_len, seed=config.seed) is None:
+    check_rotations(config, recipe)
+    if config.evaluate is not None:
         also = "; a recipe's own evaluate needs no [evaluate]" if recipe.evaluate is not None else ""
-        raise ConfigError(f"[evaluate] must have documents that are not trained on; got none. Set data.held_out{also}.")
+        check_held_out(config, job.corpus, also=also)
 
 
 def work(job: Job) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringspun.core.wire import Format
-from ringspun.errors import CheckpointError, ConfigError
+from ringspun.errors import CheckpointError, ConfigError, DataError
 from ringspun.pictures import Scene
 from ringspun.torch.memory import peak_memory
 from ringspun.train.checkpoints import checkpointing
@@ -28,7 +28,7 @@ from ringspun.train.data.contents import manifest
 from ringspun.train.data.packed import PackedSequences
 from ringspun.train.data.text import PackedSequence, Position, Sequences, TrainingData
 from ringspun.train.faults import Why
-from ringspun.train.held_out import evaluate
+from ringspun.train.held_out import evaluate, lengths_of
 from ringspun.train.losses.mean import TokenMean
 from ringspun.train.model import NOTHING, Shard, attention_shape, build_loss, is_transformers
 from ringspun.train.optimizer import build_optimizer, set_rate
@@ -221,13 +221,13 @@ def train_stage(run: Run, state: TrainState, report: Report | None) -> None:
             stage.number, seq_len=stage.seq_len, first_step=stage.first_step + 1, steps=stage.steps, text=told(stage)
         )
     if state.step == stage.first_step and (stage.number or run.config.init is not None):
-        _evaluate(run, state, report, run.legs[max(0, stage.number - 1)].seq_len)
+        _evaluate(run, state, report, stage.number - 1)
     _train(run, state, report)
 
 
 def _evaluate(run: Run, state: TrainState, report: Report | None, other: int) -> None:
     """At the first length, this stage's, and that of the stage before or after it. Collective."""
-    lengths = sorted({run.legs[0].seq_len, run.stage.seq_len, other})
+    lengths = lengths_of(run.legs, run.number, other)
     values = evaluate(run, state, lengths, partial(share_of, run, state))
     if report is not None and values:
         report.evaluation(state.step, run.stage.number, values)
@@ -236,10 +236,14 @@ def _evaluate(run: Run, state: TrainState, report: Report | None, other: int) ->
 def _train(run: Run, state: TrainState, report: Report | None) -> None:
     stream, config, first = run.stream, run.config, state.step + 1
     profiled = min(first + 1, config.steps)  # the second step: AdamW makes its moments in the first
+    learns = True  # until a step does not, which is told once
     meter = StepMeter(state.model, run.context, run.mesh, dtype=config.dtype, peak_flops=config.peak_flops)
     while state.step < config.steps:
         meter.begin()
-        batch = _next_batch(stream, state.position, config.batch_size)
+        batch = _next_batch(stream, state.position, config)
+        if report is not None and learns and not any(packed.targets for packed in batch):
+            learns = False
+            report.say(f"step {state.step + 1} has no targets: its loss is 0, and so is that of every step like it")
         if state.step + 1 == profiled:
             with peak_memory() as peak:
                 loss, norm = _step(run, state, batch)
@@ -265,17 +269,21 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
             if state.step == run.stage.first_step + 1:  # behind its clock
                 report.sequence(_scene(run, state.model, batch[0]))
         if state.step == config.steps:  # before its checkpoint: a run that goes on from there must not do without
-            other = run.legs[run.number - 1 if run.stage.is_last else run.number + 1]
-            _evaluate(run, state, report, other.seq_len)
+            _evaluate(run, state, report, run.number - 1 if run.stage.is_last else run.number + 1)
         if is_checkpoint(run, state.step):
             save_run(run, state)
 
 
-def _next_batch(stream: Sequences, position: Position, sequences: int) -> list[PackedSequence]:
+def _next_batch(stream: Sequences, position: Position, config: TrainConfig) -> list[PackedSequence]:
     """The sequences of one step, the same on all ranks."""
-    batch = [stream.at(position)]
-    while len(batch) < sequences:
-        batch.append(stream.at(batch[-1].after))
+    batch: list[PackedSequence] = []
+    while len(batch) < config.batch_size:
+        batch.append(stream.at(batch[-1].after if batch else position))
+        if len(batch[-1].ids) != config.seq_len:
+            raise DataError(
+                f"sequences must have the stage's {config.seq_len} tokens; got one of {len(batch[-1].ids)}. Make them "
+                "of config.seq_len."
+            )
     return batch
 
 

@@ -18,7 +18,7 @@ from ringspun.integrations.transformers.layers import text_config
 from ringspun.train.config import TrainConfig
 from ringspun.train.data.text import PackedSequence
 from ringspun.train.data.vocabulary import model_vocabulary, vocabulary_of
-from ringspun.train.init import load_init
+from ringspun.train.init import init_shapes, load_init
 from ringspun.train.losses.causal_lm import CausalLMLoss
 from ringspun.train.losses.chunked_loss import Head, Terms, linear_token_loss
 from ringspun.train.losses.loss import token_loss
@@ -126,14 +126,24 @@ def build_loss(config: TrainConfig, recipe: Recipe = NOTHING) -> tuple[nn.Module
 
 def build_shapes(config: TrainConfig, recipe: Recipe = NOTHING) -> nn.Module:
     """The bare model without any numbers, on the meta device: nothing is allocated."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    if recipe.build_model is None and config.init is not None:
+        return init_shapes(config.init)
     with torch.device("meta"):
-        if recipe.build_model is not None:
-            return recipe.build_model(config)
-        if config.init is None:
-            return _llama(config)
-        return cast(nn.Module, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.init)))
+        return _llama(config) if recipe.build_model is None else recipe.build_model(config)
+
+
+def check_rotations(config: TrainConfig, recipe: Recipe = NOTHING) -> None:
+    """Looks at what each stage makes of the model's positions, so that a late one does not end a run of days.
+
+    Raises:
+        ConfigError: no such model, or its table of positions is too short. UnsupportedByRing: rotations that do not
+            fit.
+    """
+    if recipe.build_model is not None:
+        return  # what it does there is its own
+    for leg in config.legs:
+        if leg.config.init is not None or leg.config.rope is not None:
+            _turned(build_shapes(leg.config, recipe), leg.config)
 
 
 def route_of(config: TrainConfig) -> Route:

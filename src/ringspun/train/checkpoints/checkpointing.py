@@ -4,7 +4,7 @@
       model/                  what `save_pretrained` writes; `from_pretrained` loads it
       optimizer.safetensors   AdamW's moments, by parameter name
       state.json              step, data position, config, digest of the data
-      rng.safetensors         PyTorch's generator
+      rng.safetensors         PyTorch's generator; of other ranks too, where theirs is another (dropout, uneven shares)
       manifest.json           size and SHA-256 of every other file; written last
 
 One that all ranks wrote together (`sharded.py`) has shards/ instead of model.safetensors and the two others:
@@ -80,6 +80,7 @@ def save(
     beside: Collection[Path] = (),
     before_publish: Callable[[int], None] | None = None,
     whole: Whole | None = None,
+    generators: dict[str, Tensor] | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` into `folder`, then removes those before it that are not among the newest
     `keep`.
@@ -96,6 +97,7 @@ def save(
         before_publish: called with `step` when all is written but nothing is visible yet; for tests of a
             crash there.
         whole: the tensors of a model that is cut over ranks, gathered; see `Whole`.
+        generators: states of PyTorch's generators; see `saving.generators_of`. Default: this process's.
 
     Returns:
         The checkpoint's folder.
@@ -109,7 +111,9 @@ def save(
     return publish(
         folder,
         step,
-        lambda partial: _write(partial, step, model, tensors, state, beside),
+        lambda partial: _write(
+            partial, step, model, tensors, state, beside, generators or {"cpu": torch.get_rng_state()}
+        ),
         keep=keep,
         spare=spare,
         before_publish=before_publish,
@@ -218,7 +222,7 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | 
     Raises:
         CheckpointError: the checkpoint's tensors cannot be read, or are not those of this model.
     """
-    from ringspun.train.checkpoints.shards import placed, read_shards
+    from ringspun.train.checkpoints.shards import placed, read_shards, world_rank
 
     if checkpoint.shards is not None:
         return read_shards(checkpoint.shards, model, optimizer)
@@ -232,7 +236,8 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | 
         raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; {problem}") from None
     if optimizer is not None:
         _restore_optimizer(checkpoint, model, optimizer, _load(checkpoint, "optimizer.safetensors"))
-        torch.set_rng_state(_load(checkpoint, "rng.safetensors")["cpu"])
+        states = _load(checkpoint, "rng.safetensors")
+        torch.set_rng_state(states.get(f"cpu/{world_rank()}", states["cpu"]))
     return None
 
 
@@ -252,14 +257,20 @@ def _load(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
 
 
 def _write(
-    partial: Path, step: int, model: nn.Module, whole: Whole, state: dict[str, Any], beside: Collection[Path]
+    partial: Path,
+    step: int,
+    model: nn.Module,
+    whole: Whole,
+    state: dict[str, Any],
+    beside: Collection[Path],
+    generators: dict[str, Tensor],
 ) -> None:
     from safetensors.torch import save_file
 
     save_model(model, partial / "model", whole.model)
     save_beside(partial / "model", beside)
     save_file(whole.optimizer, partial / "optimizer.safetensors")
-    save_file({"cpu": torch.get_rng_state()}, partial / "rng.safetensors")
+    save_file(generators, partial / "rng.safetensors")
     write_state(partial, step, state)
 
 
@@ -283,7 +294,7 @@ def _unwritten(place: Path, problem: Exception, before: list[str]) -> Checkpoint
 def _restore_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    from ringspun.train.checkpoints.shards import placed
+    from ringspun.train.checkpoints.shards import entry_of, placed
 
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
@@ -291,7 +302,8 @@ def _restore_optimizer(
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:
             raise CheckpointError(f"checkpoint {checkpoint.path} must fit the model; it has no parameter {name!r}.")
-        optimizer.state[parameters[name]][key] = placed(tensor, parameters[name])
+        key, value = entry_of(key, placed(tensor, parameters[name]))
+        optimizer.state[parameters[name]][key] = value
 
 
 def _folders(folder: Path) -> list[Path]:

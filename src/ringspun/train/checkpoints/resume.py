@@ -6,6 +6,7 @@ shared out and saved; the one that the checkpoint is in may end elsewhere, and t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,12 @@ def find_checkpoint(config: TrainConfig, corpus: TrainingData, *, warn: Callable
 
 
 def stages_of(legs: tuple[Leg, ...]) -> list[dict[str, Any]]:
-    """What each stage is trained with, as a checkpoint holds it."""
-    return [leg.config.model_dump(mode="json") | {"first_step": leg.first_step} for leg in legs]
+    """What each stage is trained with, as a checkpoint holds it; the path of `init` is one from any folder on."""
+    return [
+        leg.config.model_dump(mode="json")
+        | {"first_step": leg.first_step, "init": None if leg.config.init is None else os.path.abspath(leg.config.init)}
+        for leg in legs
+    ]
 
 
 def leg_at(legs: tuple[Leg, ...], step: int) -> Leg:
@@ -110,6 +115,8 @@ def _default(name: str) -> Any:
 def _comparable(name: str, value: Any) -> Any:
     """A setting as checkpoints of any age are compared by: keys that there were not yet have their defaults, and where
     files are does not matter, whose contents are compared."""
+    if name == "init" and value is not None:
+        return os.path.abspath(value)
     kinds: dict[str, type[Section]] = {"model": ModelConfig, "data": DataConfig}
     kind = kinds.get(name)
     if kind is None or not isinstance(value, dict):

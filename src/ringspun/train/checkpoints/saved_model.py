@@ -44,7 +44,8 @@ def no_progress_bar() -> Iterator[None]:
 
 def save_beside(path: Path, files: Iterable[Path]) -> None:
     """Copies files that belong to a model, such as its tokenizer's, into its folder."""
-    path.mkdir(exist_ok=True)
+    if not path.is_dir():  # not exist_ok, which takes any error for a folder that is there
+        path.mkdir()
     for file in files:
         shutil.copyfile(file, path / file.name)
 

@@ -6,7 +6,8 @@ file's header, as JSON. (What DCP's ranks send each other while they plan are pi
 
     model/<name>                  weights and buffers; of those that are tied, the first name
     optimizer/<name>/<key>        its state of one parameter
-    number/<name>/<key>           the same where that is one number, without dimensions: stored as [1]
+    number/<name>/<key>           the same where that is one number, without dimensions: stored as [1]; behind <key>
+                                  stands of what type it was, where it was no tensor: "step:int"
     rng/<rank>                    PyTorch's generator on the CPU
 """
 
@@ -108,7 +109,7 @@ def write_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """
     tensors: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in _of_model(model).items()}
     tensors |= _named(model, optimizer)
-    tensors[f"rng/{_rank()}"] = torch.get_rng_state()
+    tensors[f"rng/{world_rank()}"] = torch.get_rng_state()
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
@@ -136,7 +137,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
             _restart(model, optimizer, stored)
             targets |= _named(model, optimizer)
             saved = sum(name.startswith("rng/") for name in stored)
-            name = f"rng/{_rank() % saved}"
+            name = f"rng/{world_rank() % saved}"
             targets[name] = generator = torch.empty(stored[name].size, dtype=torch.uint8)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
@@ -145,7 +146,20 @@ def read_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None = No
         reason = _first(problem) if isinstance(problem, CheckpointException) else problem
         raise CheckpointError(f"shards in {folder} must be readable; {reason}") from None
     if optimizer is not None:
+        _take_numbers(model, optimizer, targets)
         torch.set_rng_state(generator)
+
+
+def _take_numbers(model: nn.Module, optimizer: Optimizer, targets: dict[str, Tensor]) -> None:
+    """Of what was read, the Python numbers: they share no memory with the optimizer's state."""
+    parameters = dict(model.named_parameters())
+    for full_name, tensor in targets.items():
+        what, _, place = full_name.partition("/")
+        if what == "number":
+            name, stored = place.rsplit("/", 1)
+            key, value = entry_of(stored, tensor)
+            if key != stored:
+                optimizer.state[parameters[name]][key] = value
 
 
 def cast_as_stored(folder: Path, model: nn.Module) -> None:
@@ -177,10 +191,34 @@ def _of_model(model: nn.Module) -> dict[str, Tensor]:
 def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
     """Parameter name, key and tensor of all of an optimizer's state, in the model's order, the same on every rank."""
     return [
-        (name, key, torch.as_tensor(value))
+        (name, *_stored(name, key, value))
         for name, parameter in model.named_parameters()
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
     ]
+
+
+_NUMBERS: dict[str, type[int | float]] = {kind.__name__: kind for kind in (bool, int, float)}
+
+
+def _stored(name: str, key: str, value: Any) -> tuple[str, Tensor]:
+    """Key and tensor that one entry of an optimizer's state is stored as."""
+    if isinstance(value, Tensor):
+        return key, value
+    if type(value) in _NUMBERS.values():
+        return f"{key}:{type(value).__name__}", torch.tensor(
+            value, dtype=torch.float64 if type(value) is float else None
+        )
+    raise CheckpointError(
+        f"optimizer must have a state of tensors and numbers to be saved; got {type(value).__name__} for {key!r} of "
+        f"{name}. Leave it out, or make it a tensor."
+    )
+
+
+def entry_of(key: str, tensor: Tensor) -> tuple[str, Any]:
+    """The entry of an optimizer's state that is stored as this key and tensor: a Python number is one again, for with a
+    tensor PyTorch computes in another precision."""
+    name, _, kind = key.partition(":")
+    return (name, _NUMBERS[kind](tensor.item())) if kind in _NUMBERS else (key, tensor)
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -202,7 +240,8 @@ def _restart(model: nn.Module, optimizer: Optimizer, stored: dict[str, TensorSto
         name, key = place.rsplit("/", 1)
         parameter, dtype = parameters[name], kind.properties.dtype
         if what == "number":
-            optimizer.state[parameter][key] = torch.zeros((), dtype=dtype)
+            key, zero = entry_of(key, torch.zeros((), dtype=dtype))
+            optimizer.state[parameter][key] = zero
         elif kind.size == parameter.shape:
             optimizer.state[parameter][key] = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
@@ -220,7 +259,8 @@ def _check_fits(folder: Path, mine: dict[str, Tensor], stored: dict[str, TensorS
         )
 
 
-def _rank() -> int:
+def world_rank() -> int:
+    """This process's in the job."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -94,8 +94,10 @@ class Encoder:
 
     @property
     def pad_id(self) -> int:
-        """The tokenizer's pad token, or 0 where it has none: padding belongs to no document, so any token does."""
-        return int(getattr(self.tokenizer, "pad_token_id", None) or 0)
+        """The tokenizer's pad token, or 0 where it has none or the model does not know it: padding belongs to no
+        document, so any token does."""
+        token = int(getattr(self.tokenizer, "pad_token_id", None) or 0)
+        return token if self.vocab_size is None or token < self.vocab_size else 0
 
     def identity(self) -> list[str]:
         """Says whether rows become the same tokens elsewhere; a tokenizer is judged by what it makes of a text."""

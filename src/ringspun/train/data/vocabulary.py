@@ -74,7 +74,8 @@ def _of_checkpoint(config: TrainConfig, folder: Path, size: int | None) -> int |
         )
     values = check_init(folder)
     known = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
-    if size is not None and isinstance(known, int) and known < size:
+    own = tokenizer_folder(config) == folder  # which may know tokens of pictures, say, that rows of text do not have
+    if size is not None and isinstance(known, int) and known < size and not own:
         raise ConfigError(
             f"init must know the {size} tokens of the data; {folder} has {known}. Give its own tokenizer."
         )
