@@ -95,7 +95,7 @@ def test_P10_keys_rotated_for_another_length_cannot_be_cached() -> None:
 
 def test_P6_without_a_length_the_line_to_write_is_said() -> None:
     with pytest.raises(
-        UnsupportedByRing, match=r"Before prepare, .*: ringspun\.train\.fixed_rope\.fix_rope\(model, seq"
+        UnsupportedByRing, match=r"Before prepare, .*: ringspun\.train\.rope\.fixed_rope\.fix_rope\(model, seq"
     ):
         prepare(unfixed(DYNAMIC))
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from training_runs import write_text
 
 from ringspun.errors import DataError
+from ringspun.train.data import contents
 from ringspun.train.data.contents import BLOCK_BYTES, differences, manifest, read_again, read_text
-from ringspun.train.data.text import ByteStream, contents, find_text
+from ringspun.train.data.text import ByteStream, find_text
 
 SIZES = st.sampled_from([1, 7, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 17 * BLOCK_BYTES + 5])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -186,6 +185,7 @@ class Choice:
             )
         self.held = self.partition.local_tokens
         self.position_count = self.partition.position_count()
+        self.last = tuple(int(row[-1]) for row in self.own_positions())
 
     @staticmethod
     def of(given: Any) -> Choice:
@@ -201,11 +201,6 @@ class Choice:
         if isinstance(made, UnsupportedByRing):
             raise made
         return made  # type: ignore[no-any-return]
-
-    @cached_property
-    def last(self) -> tuple[int, ...]:
-        """Of each of `own_positions`, the last."""
-        return tuple(int(row[-1]) for row in self.own_positions())
 
     def own_positions(self) -> list[Tensor]:
         """The positions that a call may be given, of the first batch row ``[T]``: global ones, and where there are
