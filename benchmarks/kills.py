@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ringspun.train.reporting.log import records
+
 STEPS = 10
 CONFIG = """
 dtype = "float32"
@@ -66,16 +68,8 @@ def start(config: Path, output: Path) -> subprocess.Popen[bytes]:
 
 
 def last_step(output: Path) -> int:
-    log = output / "log.jsonl"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    found = 0
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # half a line
-            continue
-        found = record["step"] if "loss" in record else found
-    return found
+    """The last step that the run's log has."""
+    return max((record["step"] for record in records(output / "log.jsonl", 10**9) if "loss" in record), default=0)
 
 
 def killed_at(config: Path, output: Path, step: int) -> int:
@@ -104,10 +98,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    lines = ["# Runs killed once in every stage", "", "    python benchmarks/kills.py", ""]
-    lines += [
-        "30 steps in 3 stages on two processes (DDP's place taken by copies; a ring of 2; FSDP2 on a ring of 2), a"
-    ]
+    lines = ["# Runs killed once in every stage", "", f"    python benchmarks/kills.py --trials {asked.trials}", ""]
+    lines += ["30 steps in 3 stages on two processes (two copies; a ring of 2; FSDP2 on a ring of 2), a"]
     lines += ["checkpoint every 3 steps; SIGKILL to the whole job.", ""]
     lines += ["| trial | killed behind steps | weights and optimizer, SHA-256 |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:

@@ -64,6 +64,11 @@ class EvaluateConfig(Section):
     sequences: int = Field(default=4, gt=0, description="Held-out sequences at each length.")
 
 
+def every_rank_holds_some(seq_len: int, ranks: int, layout: str) -> bool:
+    """Whether each of `ranks` gets a token of a sequence."""
+    return ranks <= seq_len and bool(Partition(seq_len, ranks, parse_layout(layout)).tokens.all())
+
+
 class TrainConfig(Section):
     """A whole run."""
 
@@ -267,7 +272,7 @@ class TrainConfig(Section):
     def _every_rank_has_a_token(self) -> Self:
         if self.stages:
             return self
-        if self.ranks <= self.seq_len and Partition(self.seq_len, self.ranks, parse_layout(self.layout)).tokens.all():
+        if every_rank_holds_some(self.seq_len, self.ranks, self.layout):
             return self
         raise ValueError(
             f"every rank must hold a token; got seq_len = {self.seq_len}, ranks = {self.ranks}, "

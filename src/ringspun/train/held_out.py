@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ringspun.core.partition import Partition
-from ringspun.core.text import parse_layout
 from ringspun.errors import ConfigError
-from ringspun.train.data.text import PackedSequence, Position, Sequences, TrainingData
+from ringspun.train.config import TrainConfig, every_rank_holds_some
+from ringspun.train.data.text import PackedSequence, TrainingData, consecutive
 from ringspun.train.rope.fixed_rope import FixedRope, fix_rope
 
 if TYPE_CHECKING:
-    from ringspun.train.config import TrainConfig
     from ringspun.train.loop import Run, TrainState
     from ringspun.train.stages import Leg
 
@@ -65,7 +63,7 @@ def check_held_out(config: TrainConfig, corpus: TrainingData, *, also: str = "")
             raise ConfigError(
                 f"[evaluate] must have documents that are not trained on; got none. Set data.held_out{also}."
             )
-        if not any(packed.targets for packed in _batch(stream, config.evaluate.sequences)):
+        if not any(packed.targets for packed in consecutive(stream, {}, config.evaluate.sequences)):
             raise ConfigError(
                 f"[evaluate] must have targets; the {config.evaluate.sequences} held-out sequences of {seq_len} tokens "
                 "have none (labels, weights or turns of the assistant). Raise evaluate.sequences, or set data.held_out."
@@ -79,19 +77,12 @@ def lengths_of(legs: Sequence[Leg], *stages: int) -> list[int]:
 
 def _check_shared(config: TrainConfig, seq_len: int, stage: str) -> None:
     """Refuses a length of which some rank of a stage would hold nothing."""
-    if seq_len >= config.ranks and Partition(seq_len, config.ranks, parse_layout(config.layout)).tokens.all():
+    if every_rank_holds_some(seq_len, config.ranks, config.layout):
         return
     raise ConfigError(
         f"[evaluate] must leave every rank a token; {stage} is also evaluated at {seq_len} tokens, with ranks = "
         f"{config.ranks}, layout = {config.layout!r}. Give longer sequences, fewer ranks or another layout."
     )
-
-
-def _batch(stream: Sequences, sequences: int) -> list[PackedSequence]:
-    batch = [stream.at(Position())]
-    while len(batch) < sequences:
-        batch.append(stream.at(batch[-1].after))
-    return batch
 
 
 def _numbers(given: Any) -> dict[str, float]:
@@ -103,7 +94,7 @@ def _numbers(given: Any) -> dict[str, float]:
 
 def _loss(run: Run, seq_len: int, share_of: Callable[[PackedSequence, float], Tensor]) -> float:
     assert run.config.evaluate is not None
-    batch = _batch(run.held_out(seq_len), run.config.evaluate.sequences)
+    batch = consecutive(run.held_out(seq_len), {}, run.config.evaluate.sequences)
     total = sum(packed.targets for packed in batch)
     size, rank = (1, 0) if run.devices is None else (run.devices.data_size, run.devices.data_rank)
     mine = 0.0

@@ -26,7 +26,7 @@ from ringspun.train.checkpoints.saving import is_checkpoint, save_run
 from ringspun.train.config import TrainConfig
 from ringspun.train.data.contents import manifest
 from ringspun.train.data.packed import PackedSequences
-from ringspun.train.data.text import PackedSequence, Position, Sequences, TrainingData
+from ringspun.train.data.text import PackedSequence, Position, Sequences, TrainingData, consecutive
 from ringspun.train.faults import Why
 from ringspun.train.held_out import evaluate, lengths_of
 from ringspun.train.losses.mean import TokenMean
@@ -276,12 +276,11 @@ def _train(run: Run, state: TrainState, report: Report | None) -> None:
 
 def _next_batch(stream: Sequences, position: Position, config: TrainConfig) -> list[PackedSequence]:
     """The sequences of one step, the same on all ranks."""
-    batch: list[PackedSequence] = []
-    while len(batch) < config.batch_size:
-        batch.append(stream.at(batch[-1].after if batch else position))
-        if len(batch[-1].ids) != config.seq_len:
+    batch = consecutive(stream, position, config.batch_size)
+    for packed in batch:
+        if len(packed.ids) != config.seq_len:
             raise DataError(
-                f"sequences must have the stage's {config.seq_len} tokens; got one of {len(batch[-1].ids)}. Make them "
+                f"sequences must have the stage's {config.seq_len} tokens; got one of {len(packed.ids)}. Make them "
                 "of config.seq_len."
             )
     return batch

@@ -212,6 +212,14 @@ class Sequences(Protocol):
         ...
 
 
+def consecutive(stream: Sequences, position: Position, count: int) -> list[PackedSequence]:
+    """The sequence at a position, and those after it: `count` in all, at least one."""
+    found = [stream.at(position)]
+    while len(found) < count:
+        found.append(stream.at(found[-1].after))
+    return found
+
+
 class TrainingData(Protocol):
     """What a run reads. It travels to other processes."""
 
